@@ -1,0 +1,40 @@
+# Everything starts here: each target builds the environment it needs; a second call starts at once.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+
+.PHONY: help setup test test-slow lint format demo clean
+help:
+	@echo "make demo       train at a synthetic hospital A, adapt to hospital B, open runs/demo/report.html"
+	@echo "make test       build .venv and run the tests"
+	@echo "make test-slow  the long tests"
+	@echo "make lint       ruff and mypy --strict"
+	@echo "make format     let ruff rewrite the code"
+	@echo "make clean      remove .venv and caches"
+
+setup: $(VENV)/.installed
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+test: setup
+	$(BIN)/python -m pytest -n 2
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+demo: setup
+	$(BIN)/dltta demo
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

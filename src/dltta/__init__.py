@@ -1,0 +1,22 @@
+"""Test-time adaptation for medical images that chooses how much to adapt to each image (DLTTA, IEEE TMI 2022)."""
+
+from dltta.adapter import Adapter, Step, Update
+from dltta.discrepancy import symmetric_kl
+from dltta.errors import DlttaError
+from dltta.memory import MemoryBank
+from dltta.rates import Exponential, Fixed, LearningRate, Proportional
+from dltta.version import __version__
+
+__all__ = [
+    "Adapter",
+    "DlttaError",
+    "Exponential",
+    "Fixed",
+    "LearningRate",
+    "MemoryBank",
+    "Proportional",
+    "Step",
+    "Update",
+    "__version__",
+    "symmetric_kl",
+]

@@ -1,0 +1,121 @@
+"""2 networks. Which layer's output tells what an image is like, and how is it taken along with the prediction?"""
+
+import difflib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dltta.errors import InputError, LayerNotFoundError, SettingError
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One forward pass: the prediction, and the features of the layer that was asked for or found."""
+
+    logits: Tensor  # (B, C, *positions)
+    features: Tensor | None  # (B, …)
+    layer: str | None
+
+
+def find_layer(model: nn.Module, name: str) -> nn.Module:
+    """The layer of that name; a wrong name answers with the nearest right ones."""
+    layers = dict(model.named_modules())
+    if name and name in layers:
+        return layers[name]
+    names = [layer for layer in layers if layer]
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names[:3]
+    raise LayerNotFoundError(
+        f"{type(model).__name__} has no layer {name!r}; did you mean {' or '.join(map(repr, close))}?"
+    )
+
+
+def forward_pass(model: nn.Module, x: Tensor) -> Seen:
+    """The forward pass alone."""
+    return Seen(_logits(model(x)), None, None)
+
+
+def forward_with_features(model: nn.Module, layer: str | None, x: Tensor) -> Seen:
+    """The forward pass and what the layer gave in it; None finds the layer in the same pass. No hook outlives the call.
+
+    The features of a layer that runs more than once are those of its last run.
+    """
+    watched = dict(model.named_modules()) if layer is None else {layer: find_layer(model, layer)}
+    with _outputs(watched) as outputs:
+        logits = _logits(model(x))
+    layer = deepest_layer(outputs, logits) if layer is None else layer
+    features = outputs.get(layer)
+    if not isinstance(features, Tensor):
+        found = "was not run" if layer not in outputs else f"gives a {type(features).__name__}, not a tensor"
+        raise SettingError(f"layer {layer!r} {found}; choose a layer whose output is a tensor")
+    return Seen(logits, features.detach(), layer)
+
+
+def find_feature_layer(model: nn.Module, x: Tensor) -> str:
+    """The name of the layer that a memory uses for this network when none is given; runs the network once on `x`."""
+    with torch.no_grad():
+        return forward_with_features(model, None, x).layer or ""
+
+
+def deepest_layer(outputs: dict[str, Any], logits: Tensor) -> str:
+    """The layer that ends the feature extractor, judged by what every layer gave in one pass, in order of completion.
+
+    Dense predictions: of the layers with the fewest positions the widest, and of these the last, which is a U-Net's
+    bottleneck. Otherwise: the last direct child of the network before the one that gives the prediction; a child that
+    is alone is looked into.
+    """
+    tensors = {
+        name: output
+        for name, output in outputs.items()
+        if name and isinstance(output, Tensor) and output is not logits and len(output) == len(logits)
+    }
+    if not tensors:
+        raise SettingError("no layer can be found whose output could serve as features; name one: MemoryBank('…')")
+    return _coarsest(tensors, logits) if logits.ndim > 2 else _before_the_head(tensors)
+
+
+def _coarsest(tensors: dict[str, Tensor], logits: Tensor) -> str:
+    maps = {name: output for name, output in tensors.items() if output.ndim == logits.ndim}
+    if not maps:
+        return _before_the_head(tensors)
+    maps = {name: output for name, output in maps.items() if output.shape[2:].numel() > 1} or maps  # 1: a squeeze
+    return max(reversed(maps), key=lambda name: (-maps[name].shape[2:].numel(), maps[name].shape[1]))
+
+
+def _before_the_head(tensors: dict[str, Tensor]) -> str:
+    depth = min(name.count(".") for name in tensors)
+    return [name for name in tensors if name.count(".") == depth][-1]
+
+
+@contextmanager
+def _outputs(layers: dict[str, nn.Module]) -> Iterator[dict[str, Any]]:
+    """What each layer gives while the context lasts, by name in order of completion."""
+    outputs: dict[str, Any] = {}
+
+    def record(name: str) -> Any:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            outputs.pop(name, None)
+            outputs[name] = output
+
+        return hook
+
+    handles = [layer.register_forward_hook(record(name)) for name, layer in layers.items()]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _logits(output: Any) -> Tensor:
+    if not isinstance(output, Tensor):
+        raise SettingError(
+            f"the network returns a {type(output).__name__}, but logits must be one tensor; "
+            "wrap it in a module that returns only the logits"
+        )
+    if output.ndim < 2:
+        raise InputError(f"logits must be (B, C, *positions), the network gave {tuple(output.shape)}")
+    return output

@@ -1,0 +1,8 @@
+"""3 objectives. What does the network minimize at test time? One method per file."""
+
+from dltta.objectives.objective import Objective, Preparation
+from dltta.objectives.ptbn import PTBN
+from dltta.objectives.source import Source
+from dltta.objectives.tent import Tent
+
+__all__ = ["PTBN", "Objective", "Preparation", "Source", "Tent"]

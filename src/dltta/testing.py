@@ -1,0 +1,113 @@
+"""Contract checks for objectives and learning rates written outside this package.
+
+Run them in your own test suite: each raises `AssertionError` with what the class does and what the contract asks.
+
+    from dltta.testing import check_objective, check_rate
+
+    def test_my_objective_keeps_the_contract():
+        check_objective(MyObjective(), model, x)
+"""
+
+import copy
+import math
+
+import torch
+from torch import Tensor, nn
+
+from dltta.adapter import Adapter
+from dltta.objectives.objective import Objective, Preparation
+from dltta.rates import Fixed, LearningRate
+
+DISCREPANCIES = (0.0, 1e-9, 1e-3, 0.5, 1.0, 10.0)
+
+
+def check_objective(objective: Objective | Preparation, model: nn.Module, x: Tensor) -> None:
+    """Check an objective on a network and a batch x (B, C, *spatial) that the network takes."""
+    name = type(objective).__name__
+    assert isinstance(objective, Objective | Preparation), f"{name} must have prepare(model)"
+    before = _tensors(model)
+    images = x.clone()
+    adapter = Adapter(model, objective, Fixed(1e-3) if isinstance(objective, Objective) else None)
+    if isinstance(objective, Objective):
+        _check_parameters(name, adapter)
+        _check_loss(name, adapter, x)
+    _check_step(name, adapter, x)
+    _check_reset(name, adapter, x)
+    assert torch.equal(x, images), f"{name} must not write into the images"
+    assert _same(_tensors(model), before), f"{name} must not change the caller's network"
+
+
+def check_rate(rate: LearningRate) -> None:
+    """Check a learning rate: finite and ≥ 0 for every discrepancy and for None, and repeatable from a saved state."""
+    name = type(rate).__name__
+    stream = [None, *DISCREPANCIES, *reversed(DISCREPANCIES)]
+    answers = [copy.deepcopy(rate)(discrepancy) for discrepancy in stream]
+    for discrepancy, answer in zip(stream, answers, strict=True):
+        assert isinstance(answer, float), f"{name}({discrepancy}) must be a float, is {type(answer).__name__}"
+        assert math.isfinite(answer), f"{name}({discrepancy}) must be finite, is {answer}"
+        assert answer >= 0, f"{name}({discrepancy}) must not be negative, is {answer}"
+    assert answers == [copy.deepcopy(rate)(d) for d in stream], f"{name} must answer the same from the same state"
+    _check_rate_resumes(name, rate, stream)
+
+
+def _check_rate_resumes(name: str, rate: LearningRate, stream: list[float | None]) -> None:
+    used = copy.deepcopy(rate)
+    fresh = copy.deepcopy(rate)
+    for discrepancy in stream:
+        used(discrepancy)
+    if hasattr(used, "state_dict") and hasattr(fresh, "load_state_dict"):
+        fresh.load_state_dict(copy.deepcopy(used.state_dict()))
+    continued = [used(discrepancy) for discrepancy in stream]
+    resumed = [fresh(discrepancy) for discrepancy in stream]
+    assert continued == resumed, f"{name} remembers earlier images: it needs state_dict() and load_state_dict(state)"
+
+
+def _check_parameters(name: str, adapter: Adapter) -> None:
+    owned = {id(parameter) for parameter in adapter.model.parameters()}
+    adapted = adapter._adapted
+    assert all(id(p) in owned for p in adapted), f"{name}.prepare must return parameters of the network it was given"
+    assert len({id(p) for p in adapted}) == len(adapted), f"{name}.prepare must name each parameter once"
+
+
+def _check_loss(name: str, adapter: Adapter, x: Tensor) -> None:
+    objective = adapter.objective
+    assert isinstance(objective, Objective)
+    for batch in (x, x[:1]):
+        with torch.enable_grad():
+            logits = adapter.model(batch)
+            loss = objective(adapter.model, batch, logits)
+            again = objective(adapter.model, batch, logits)
+        assert loss.ndim == 0, f"{name} must give one number per batch, gives shape {tuple(loss.shape)}"
+        assert bool(loss.isfinite()), f"{name} must be finite on finite images, is {loss.item()}"
+        assert torch.equal(loss, again), f"{name} must give the same loss for the same images"
+        gradients = torch.autograd.grad(loss, adapter._adapted, allow_unused=True)
+        assert any(g is not None and bool(g.any()) for g in gradients), (
+            f"{name} must depend on at least one parameter that it names"
+        )
+
+
+def _check_step(name: str, adapter: Adapter, x: Tensor) -> None:
+    adapted = set(adapter.adapted_parameters())
+    before = _tensors(adapter.model)
+    step = adapter.step(x)
+    after = _tensors(adapter.model)
+    changed = {tensor for tensor in after if not torch.equal(before[tensor], after[tensor])}
+    assert changed <= adapted, f"{name} must move only the parameters it names, moved {sorted(changed - adapted)}"
+    assert adapter.steps == 0 or changed, f"{name} must move something in a step at rate 1e-3"
+    assert len(step.logits) == len(x), f"{name} must answer every image of the batch"
+
+
+def _check_reset(name: str, adapter: Adapter, x: Tensor) -> None:
+    adapter.reset()
+    first = [adapter.step(x).logits for _ in range(2)]
+    adapter.reset()
+    second = [adapter.step(x).logits for _ in range(2)]
+    assert all(map(torch.equal, first, second)), f"{name} must give the same answers again after reset()"
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+
+
+def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
