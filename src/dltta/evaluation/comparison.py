@@ -1,0 +1,74 @@
+"""8 metrics. Did adaptation help, whom did it harm, and could the difference be chance?"""
+
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from scipy import stats
+
+from dltta.errors import DataError, SettingError
+from dltta.evaluation.metrics import higher_is_better
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def case_gains(adapted: Mapping[Key, float], source: Mapping[Key, float], metric: str) -> dict[Key, float]:
+    """How much better than the source each case became: positive is better, for distances too.
+
+    Cases for which either side is missing or `nan` have no gain and are left out.
+    """
+    sign = 1.0 if higher_is_better(metric) else -1.0
+    gains = {case: sign * (value - source[case]) for case, value in adapted.items() if case in source}
+    return {case: gain for case, gain in gains.items() if not math.isnan(gain)}
+
+
+def negative_transfer(gains: Iterable[float], *, tolerance: float = 0.0) -> float:
+    """Share of the cases that lost more than `tolerance`; `nan` when no case has a gain."""
+    if tolerance < 0:
+        raise SettingError(f"tolerance must be at least 0, found {tolerance}")
+    lost = [gain < -tolerance for gain in gains if not math.isnan(gain)]
+    return sum(lost) / len(lost) if lost else math.nan
+
+
+def worst_site(values: Mapping[str, float], metric: str) -> tuple[str, float]:
+    """The site with the worst value, and that value; sites with `nan` are passed over, the first of equals is taken."""
+    defined = {site: value for site, value in values.items() if not math.isnan(value)}
+    if not defined:
+        raise DataError(f"no site has a defined {metric}; there is no worst one")
+    choose = min if higher_is_better(metric) else max
+    site = choose(defined, key=lambda name: defined[name])
+    return site, defined[site]
+
+
+@dataclass(frozen=True)
+class PairedTest:
+    """Two-sided test of two methods on the same cases."""
+
+    test: Literal["wilcoxon", "mcnemar"]
+    p: float  # nan: not one pair; 1: pairs, but no difference among them
+    pairs: int  # cases that both methods define
+    higher: int  # pairs in which the first value is the higher one
+    lower: int
+
+
+def paired_test(first: Sequence[float], second: Sequence[float]) -> PairedTest:
+    """Is `first` different from `second`, pair by pair?
+
+    Values that are all 0 or 1 (right and wrong answers) take McNemar's exact test, others Wilcoxon's signed-rank test.
+    Pairs with a `nan` are left out. No pair at all: p is `nan`. All pairs equal: p is 1. Few pairs are tested as they
+    are: below six different pairs neither test can reach p < 0.05.
+    """
+    pairs = [(a, b) for a, b in zip(first, second, strict=True) if not math.isnan(a - b)]
+    differences = [a - b for a, b in pairs if a != b]
+    higher = sum(difference > 0 for difference in differences)
+    verdicts = bool(pairs) and all(value in (0.0, 1.0) for pair in pairs for value in pair)
+    if not pairs:
+        p = math.nan
+    elif not differences:
+        p = 1.0
+    elif verdicts:
+        p = float(stats.binomtest(higher, len(differences), 0.5).pvalue)
+    else:
+        p = float(stats.wilcoxon(differences).pvalue)
+    return PairedTest("mcnemar" if verdicts else "wilcoxon", p, len(pairs), higher, len(differences) - higher)

@@ -1,0 +1,111 @@
+"""8 metrics. How good are predictions that lie in a folder?"""
+
+import csv
+import io
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from dltta.data.case import Task
+from dltta.data.folders import read_description
+from dltta.data.images import difference, ending, read_geometry, read_mask
+from dltta.errors import DataError
+from dltta.evaluation.metrics import score_classification, score_segmentation
+from dltta.evaluation.run import CaseRecord, StreamRecord, stream_metrics
+
+Progress = Callable[[int, int], None]
+
+
+def score_folders(predictions: Path, labels: Path, *, progress: Progress = lambda done, total: None) -> StreamRecord:
+    """Score masks against masks of the same name, or a table of probabilities against `labels.csv`.
+
+    `labels` is a site's `labelsTr` (its `dataset.json` names the classes) or `labels.csv`; every label needs an
+    answer.
+    """
+    if labels.is_file():
+        return _score_table(predictions, labels)
+    if not labels.is_dir():
+        raise DataError(f"there is no {labels}; give a folder of masks or a labels.csv")
+    return _score_masks(predictions, labels, progress)
+
+
+def record_csv(record: StreamRecord) -> str:
+    """One line per case: name, then every metric; empty where a metric is not defined."""
+    names = list(dict.fromkeys(name for row in record.cases for name in row.metrics))
+    out = io.StringIO()
+    table = csv.writer(out, lineterminator="\n")
+    table.writerow(["case", *names])
+    for row in record.cases:
+        values = (row.metrics.get(name, math.nan) for name in names)
+        table.writerow([row.case, *("" if math.isnan(value) else repr(float(value)) for value in values)])
+    return out.getvalue()
+
+
+def _score_masks(predictions: Path, labels: Path, progress: Progress) -> StreamRecord:
+    files = sorted(file for file in labels.iterdir() if file.is_file() and ending(file))
+    if not files:
+        raise DataError(f"{labels} holds no masks")
+    missing = [file.name for file in files if not (predictions / file.name).is_file()]
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise DataError(f"{predictions} has no prediction {missing[0]}{more}; every label needs one of the same name")
+    masks = [(file, torch.from_numpy(read_mask(file))) for file in files]
+    classes = _classes(labels, max(int(mask.max()) for _, mask in masks))
+    rows = []
+    for number, (file, label) in enumerate(masks, start=1):
+        wrong = difference(read_geometry(file), read_geometry(predictions / file.name))
+        if wrong is not None:
+            raise DataError(f"{predictions / file.name}: {wrong}")
+        prediction = torch.from_numpy(read_mask(predictions / file.name))
+        scores = score_segmentation(prediction, label, classes, spacing=read_geometry(file).spacing)
+        name = file.name.removesuffix(ending(file) or "")
+        rows.append(CaseRecord(name, labels.name, scores.metrics, 0.0, unit=scores.unit, undefined=scores.undefined))
+        progress(number, len(files))
+    return StreamRecord(labels.name, "segmentation", stream_metrics(rows, "segmentation"), tuple(rows))
+
+
+def _classes(labels: Path, largest: int) -> tuple[str, ...]:
+    if (labels.parent / "dataset.json").is_file():
+        return read_description(labels.parent).classes
+    return ("background", *(f"class_{value}" for value in range(1, largest + 1)))
+
+
+def _score_table(predictions: Path, labels: Path) -> StreamRecord:
+    truth = {row["image"]: row["label"] for row in _read(labels, {"image", "label"})}
+    rows = _read(predictions, {"image"})
+    classes = [name for name in rows[0] if name not in ("image", "prediction")]
+    unknown = sorted(set(truth.values()) - set(classes))
+    if unknown:
+        raise DataError(f"{predictions} has no column for class {unknown[0]!r}; it has {', '.join(classes) or 'none'}")
+    answered = {row["image"]: [_number(row[name], predictions) for name in classes] for row in rows}
+    missing = sorted(truth.keys() - answered.keys())
+    if missing:
+        raise DataError(f"{predictions} has no line for {missing[0]!r}; every labeled image needs one")
+    probabilities = torch.tensor([answered[name] for name in truth], dtype=torch.float64)
+    values = torch.tensor([classes.index(label) for label in truth.values()])
+    cases = tuple(
+        CaseRecord(name, labels.parent.name, {"accuracy": float(row.argmax() == value)}, 0.0, label=int(value))
+        for name, row, value in zip(truth, probabilities, values, strict=True)
+    )
+    task: Task = "classification"
+    return StreamRecord(labels.parent.name, task, score_classification(probabilities, values), cases)
+
+
+def _read(path: Path, needed: set[str]) -> list[dict[str, str]]:
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {path}: {error}") from error
+    if not rows or not needed <= rows[0].keys():
+        raise DataError(f"{path} must be a CSV with the columns {', '.join(sorted(needed))} and at least one line")
+    return rows
+
+
+def _number(text: str | None, path: Path) -> float:
+    try:
+        return float(text or "")
+    except ValueError as error:
+        raise DataError(f"{path} holds {text!r} where a probability should be") from error

@@ -1,0 +1,162 @@
+"""9 report. What do the numbers say, in a few plain sentences, also when they are bad?"""
+
+import math
+from dataclasses import dataclass
+
+from dltta.evaluation.comparison import worst_site
+from dltta.evaluation.metrics import mean_defined
+from dltta.evaluation.results import SOURCE, Results, summarize
+from dltta.evaluation.tables import Column, Pair, gains, method_label, methods, metric_word, primary_metric, targets
+
+Entry = tuple[str, str]  # method, rate
+NO_ADAPTATION: Entry = (SOURCE, "none")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a reader should remember about one target; values are fractions, None where nothing was run."""
+
+    metric: str
+    pair: Pair
+    home: float | None  # the source model at its own site
+    away: float | None  # the source model at the target
+    best: Entry | None  # the best adapted method at the target
+    reached: float  # by the best method
+
+
+def hardest_pair(results: Results) -> Pair | None:
+    """The target at which the source model is worst; the first one when it was never run; None without any stream."""
+    metric = primary_metric(results)
+    found = {pair: _mean(results, pair, NO_ADAPTATION, metric) for pair in targets(results)}
+    values = {pair: value for pair, value in found.items() if value is not None}
+    return min(values, key=lambda pair: values[pair]) if values else next(iter(found), None)
+
+
+def find(results: Results) -> Finding | None:
+    """The finding at the hardest target; None when nothing was scored."""
+    pair, metric = hardest_pair(results), primary_metric(results)
+    if pair is None:
+        return None
+    reached = {entry: _mean(results, pair, entry, metric) for entry in methods(results) if entry[0] != SOURCE}
+    values = {entry: value for entry, value in reached.items() if value is not None}
+    home = _mean(results, (pair[0], pair[0]), NO_ADAPTATION, metric) if pair[0] != pair[1] else None
+    away = _mean(results, pair, NO_ADAPTATION, metric)
+    if away is None and not values:
+        return None
+    best = max(values, key=lambda entry: values[entry]) if values else None
+    return Finding(metric, pair, home, away, best, values[best] if best else math.nan)
+
+
+def sentences(results: Results) -> list[str]:
+    """The headline first, then what qualifies it."""
+    finding = find(results)
+    if finding is None:
+        return ["No case was scored: there are no labels to compare with."]
+    said = [_fall(finding) + _win(finding), _harm(results, finding), _losers(results, finding)]
+    return list(filter(None, [*said, _rates(results, finding), _everywhere(results, finding)]))
+
+
+def _fall(finding: Finding) -> str:
+    title, target = metric_word(finding.metric), finding.pair[1]
+    if finding.away is None:
+        return f"At {target} the source model was not run"
+    if finding.home is None:
+        return f"Without adaptation {title} is {_points(finding.away)} at {target}"
+    if _loss(finding) > 0:
+        fell = f"falls from {_points(finding.home)} at {finding.pair[0]} to {_points(finding.away)} at {target}"
+        return f"Without adaptation {title} {fell}"
+    return (
+        f"Without adaptation {title} does not fall: "
+        f"{_points(finding.home)} at {finding.pair[0]}, {_points(finding.away)} at {target}"
+    )
+
+
+def _win(finding: Finding) -> str:
+    if finding.best is None:
+        return "."
+    label = method_label(*finding.best)
+    if finding.away is None:
+        return f"; the best method, {label}, reaches {_points(finding.reached)}."
+    gain = _shown(finding.reached - finding.away)
+    if gain > 0:
+        verb = "wins back" if finding.home is not None and _loss(finding) > 0 else "gains"
+        return f"; the best method, {label}, {verb} {gain:.1f} points and reaches {_points(finding.reached)}."
+    lost = f"loses {-gain:.1f} points" if gain < 0 else "changes nothing"
+    return f"; no method improves on that: the best, {label}, {lost}."
+
+
+def _harm(results: Results, finding: Finding) -> str:
+    if finding.best is None:
+        return ""
+    values = list(gains(results, finding.pair, *finding.best, finding.metric).values())
+    worse = sum(value < 0 for value in values)
+    if not values:
+        return ""
+    return f"{method_label(*finding.best)} makes {worse or 'none'} of the {len(values)} cases worse."
+
+
+def _losers(results: Results, finding: Finding) -> str:
+    """Methods that harm on average, when the best one does not."""
+    if finding.away is None or _shown(finding.reached - finding.away) <= 0:
+        return ""
+    changes = {entry: _change(results, finding.pair, entry, NO_ADAPTATION) for entry in methods(results)}
+    losses = {entry: -change for entry, change in changes.items() if change is not None and change < 0}
+    listed = [f"{method_label(*entry)} ({loss:.1f} points)" for entry, loss in losses.items()]
+    return f"Worse than no adaptation: {', '.join(listed)}." if listed else ""
+
+
+def _rates(results: Results, finding: Finding) -> str:
+    """How often the dynamic rate beats the fixed one."""
+    names = [method for method, rate in methods(results) if rate == "dynamic"]
+    found = [_change(results, finding.pair, (name, "dynamic"), (name, "fixed")) for name in names]
+    changes = [change for change in found if change is not None]
+    if not changes:
+        return ""
+    won, lost = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
+    behind = f" and falls behind it for {lost}" if lost else ""
+    plural = "" if len(changes) == 1 else "s"
+    return f"The dynamic rate beats the fixed one for {won or 'none'} of {len(changes)} method{plural}{behind}."
+
+
+def _everywhere(results: Results, finding: Finding) -> str:
+    """The best method over all targets, when there are several and it ran on all of them."""
+    if finding.best is None or len(targets(results)) < 2:
+        return ""
+    values = {pair[1]: _mean(results, pair, finding.best, finding.metric) for pair in targets(results)}
+    starts = [_mean(results, pair, NO_ADAPTATION, finding.metric) for pair in targets(results)]
+    sites = {site: value for site, value in values.items() if value is not None}
+    known = [start for start in starts if start is not None]
+    if not len(sites) == len(known) == len(starts):
+        return ""
+    change = _shown(mean_defined(sites.values()) - mean_defined(known))
+    site, worst = worst_site(sites, finding.metric)
+    return (
+        f"Over all {len(sites)} targets {method_label(*finding.best)} {'gains' if change >= 0 else 'loses'} "
+        f"{abs(change):.1f} points on average; its worst site is {site} ({_points(worst)})."
+    )
+
+
+def _change(results: Results, pair: Pair, entry: Entry, baseline: Entry) -> float | None:
+    """Points that one method is ahead of another at a target."""
+    metric = primary_metric(results)
+    value, start = _mean(results, pair, entry, metric), _mean(results, pair, baseline, metric)
+    return None if value is None or start is None else _shown(value - start)
+
+
+def _mean(results: Results, pair: Pair, entry: Entry, metric: str) -> float | None:
+    streams = results.select(*pair, *entry)
+    mean = summarize(streams, metric).mean if streams else math.nan
+    return None if math.isnan(mean) else mean
+
+
+def _loss(finding: Finding) -> float:
+    return _shown((finding.home or 0.0) - (finding.away or 0.0))
+
+
+def _shown(fraction: float) -> float:
+    """Points as tables round them, so that sentences and tables agree."""
+    return Column("", "dice", None).shown(fraction)
+
+
+def _points(fraction: float) -> str:
+    return f"{_shown(fraction):.1f}"

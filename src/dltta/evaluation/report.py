@@ -1,0 +1,314 @@
+"""9 report. One HTML file that shows what happened: it needs no network, no script and no second file."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from dltta.evaluation import figures, formats, pictures
+from dltta.evaluation.examples import Example
+from dltta.evaluation.headline import Finding, find, hardest_pair, sentences
+from dltta.evaluation.results import SOURCE, Results, write_atomically
+from dltta.evaluation.tables import (
+    NAMES,
+    Cell,
+    Column,
+    Pair,
+    Row,
+    Table,
+    by_metric,
+    by_target,
+    method_label,
+    methods,
+    metric_title,
+    metric_word,
+    primary_metric,
+    targets,
+)
+
+
+def write_report(
+    path: Path,
+    results: Results,
+    *,
+    examples: Sequence[Example] = (),
+    title: str = "Test-time adaptation",
+    notes: Sequence[str] = (),
+    training: Mapping[str, Sequence[float]] | None = None,
+) -> None:
+    """Write the report; `notes` are remarks for the top (such as "synthetic images"), `training` curves by name."""
+    write_atomically(path, render_report(results, examples=examples, title=title, notes=notes, training=training))
+
+
+def render_report(
+    results: Results,
+    *,
+    examples: Sequence[Example] = (),
+    title: str = "Test-time adaptation",
+    notes: Sequence[str] = (),
+    training: Mapping[str, Sequence[float]] | None = None,
+) -> str:
+    """The text of the report; the same arguments give the same text."""
+    pair = hardest_pair(results)
+    sections = [
+        _tables_section(results),
+        _gain_section(results),
+        _examples_section(examples),
+        _stream_section(results, pair),
+        _training_section(training or {}),
+        _provenance_section(results),
+    ]
+    folder = files("dltta.evaluation")
+    return Template(folder.joinpath("report.html").read_text(encoding="utf-8")).substitute(
+        title=escape(title),
+        style=folder.joinpath("report.css").read_text(encoding="utf-8").strip(),
+        lead=_lead(results, notes),
+        sections="\n".join(filter(None, sections)),
+    )
+
+
+# ---- parts
+
+
+def _lead(results: Results, notes: Sequence[str]) -> str:
+    first, *others = sentences(results)
+    parts = [f'<p class="headline">{escape(first)}</p>']
+    if others:
+        parts.append(f'<p class="qualify">{escape(" ".join(others))}</p>')
+    finding = find(results)
+    if finding is not None:
+        parts.append(_numbers(finding))
+    parts.extend(f'<p class="aside">{escape(note)}</p>' for note in notes)
+    return "\n".join(parts)
+
+
+def _numbers(finding: Finding) -> str:
+    """The three values behind the headline, large."""
+    title, (source, target) = metric_title(finding.metric), finding.pair
+    best = f"{title} at {target} with {method_label(*finding.best)}" if finding.best else ""
+    shown = [
+        (finding.home, f"{title} at {source}, where the model was trained"),
+        (finding.away, f"{title} at {target} without adaptation"),
+        (finding.reached if finding.best else None, best),
+    ]
+    items = [
+        f"<div><dt>{escape(what)}</dt><dd>{100 * value:.1f}</dd></div>" for value, what in shown if value is not None
+    ]
+    return f'<dl class="numbers">{"".join(items)}</dl>'
+
+
+def _tables_section(results: Results) -> str:
+    if not any(stream.metrics for stream in results.streams):
+        return ""
+    away = targets(results)
+    if len(away) == 1:
+        parts = [_table(by_metric(results, away[0]))]
+    else:
+        folded = [_folded(_arrow(pair), _table(by_metric(results, pair))) for pair in away]
+        parts = [_table(by_target(results)), *folded]
+    parts.extend(_per_class(results, pair) for pair in away)
+    return _section("Results", *parts)
+
+
+def _per_class(results: Results, pair: Pair) -> str:
+    streams = [stream for stream in results.streams if (stream.source, stream.target) == pair]
+    names = list(dict.fromkeys(name for stream in streams for name in stream.metrics if name.startswith("dice_")))
+    if len(names) < 2:
+        return ""
+    return _folded(f"Dice of each structure, {_arrow(pair)}", _table(by_metric(results, pair, names)))
+
+
+def _gain_section(results: Results) -> str:
+    """Means and single cases, side by side, for every target."""
+    metric = primary_metric(results)
+    if all(method == SOURCE for method, _ in methods(results)) or not results.streams:
+        return ""
+    title = "Answers that changed" if metric == "accuracy" else "Gain of every case"
+    charts = []
+    for pair in targets(results):
+        charts.append(_chart(f"Gain in {metric_word(metric)}", _arrow(pair), figures.gain_chart(results, pair, metric)))
+        charts.append(_chart(title, _arrow(pair), figures.case_gain_chart(results, pair, metric)))
+    rates = '<span class="ring"></span> fixed rate, <span class="ring full"></span> dynamic, other or no rate.'
+    dots = "" if metric == "accuracy" else " Each dot is a case; the upright bar is their mean."
+    note = f'<p class="note">{rates}{dots} Left of the line adaptation harms.</p>'
+    return _section("Who gains, who loses", note, _grid(charts))
+
+
+def _stream_section(results: Results, first: Pair | None) -> str:
+    """What the adapter did along the stream; targets other than the hardest one are folded."""
+    parts = []
+    for pair in sorted(targets(results), key=lambda pair: pair != first):
+        charts = _stream_charts(results, pair)
+        if charts:
+            grid = _grid(charts)
+            parts.append(grid if pair == first else _folded(_arrow(pair), grid))
+    note = "Thin lines: as measured; strong lines: running mean. The discrepancy starts when the memory is ready."
+    return _section("Along the stream", f'<p class="note">{note}</p>', *parts) if parts else ""
+
+
+def _stream_charts(results: Results, pair: Pair) -> list[str]:
+    drawn = {
+        "Learning rate": figures.stream_chart(results, pair, "rate"),
+        "Discrepancy with what the memory recalls": figures.stream_chart(results, pair, "discrepancy"),
+    }
+    for method, _ in methods(results):
+        drawn[f"Test-time loss of {NAMES.get(method, method)}"] = figures.loss_chart(results, pair, method)
+    return [_chart(title, _arrow(pair), svg) for title, svg in drawn.items() if svg is not None]
+
+
+def _training_section(training: Mapping[str, Sequence[float]]) -> str:
+    charts = [_chart(name, "", figures.training_chart(name, values)) for name, values in training.items() if values]
+    return _section("Source training", _grid(charts)) if charts else ""
+
+
+def _provenance_section(results: Results) -> str:
+    provenance = json.dumps(asdict(results.provenance), indent=2, ensure_ascii=False, default=str)
+    config = json.dumps(dict(results.config), indent=2, ensure_ascii=False, default=str)
+    return _section(
+        "Where these numbers come from",
+        _folded("Settings", f"<pre>{escape(config)}</pre>"),
+        _folded("Code, data and machine", f"<pre>{escape(provenance)}</pre>"),
+    )
+
+
+# ---- examples
+
+
+def _examples_section(examples: Sequence[Example]) -> str:
+    if not examples:
+        return ""
+    if all(answer.ndim == 1 for answer in examples[0].predictions.values()):
+        return _section("Examples", f'<div class="tiles square">{"".join(map(_patch, examples))}</div>')
+    note = "Top: the image and the answers. Bottom: the ground truth and where each answer is wrong."
+    return _section("Examples", f'<p class="note">{note}</p>', _keys(examples), *map(_segmented, examples))
+
+
+def _segmented(example: Example) -> str:
+    place = pictures.slice_of(example)
+    heading = example.name if place is None else f"{example.name}, slice {place}"
+    tiles = [_truth_tile(example), *(_answer_tile(example, label) for label in example.predictions)]
+    shape = pictures.image_picture(example).shape
+    ratio = shape[1] / shape[0]
+    layout = "wide" if ratio > 1.8 else "medium" if ratio > 1.2 else "square"
+    return f'<h3>{escape(heading)}</h3>\n<div class="tiles {layout}">{"".join(tiles)}</div>'
+
+
+def _truth_tile(example: Example) -> str:
+    images = [_image(pictures.image_picture(example), f"Image {example.name}")]
+    if example.label is not None:
+        truth = pictures.overlay_picture(example, example.label)
+        images.append(_image(truth, f"Ground truth of {example.name}"))
+    return f"<figure>{''.join(images)}<figcaption><b>Image, ground truth</b></figcaption></figure>"
+
+
+def _answer_tile(example: Example, label: str) -> str:
+    answer = example.predictions[label]
+    images = [_image(pictures.overlay_picture(example, answer), f"Answer of {label} for {example.name}")]
+    if example.label is not None:
+        images.append(_image(pictures.error_picture(example, answer), f"Errors of {label} for {example.name}"))
+    score = example.scores.get(label, math.nan)
+    said = "" if math.isnan(score) else f" Dice {100 * score:.1f}"
+    return f"<figure>{''.join(images)}<figcaption><b>{escape(label)}</b>{said}</figcaption></figure>"
+
+
+def _patch(example: Example) -> str:
+    truth = None if example.label is None else int(example.label)
+    lines = []
+    for label, chances in example.predictions.items():
+        answer = int(chances.argmax())
+        verdict = "" if truth is None else "right" if answer == truth else "wrong"
+        said = f"{_class_name(example, answer)} {100 * float(chances[answer]):.0f}%"
+        sign = {"right": " ✓", "wrong": " ✗", "": ""}[verdict]
+        lines.append(f'<dt>{escape(label)}</dt><dd class="{verdict}">{escape(said)}{sign}</dd>')
+    known = "" if truth is None else f"<b>{escape(_class_name(example, truth))}</b> "
+    image = _image(pictures.image_picture(example), f"Patch {example.name}")
+    caption = f'<figcaption>{known}{escape(example.name)}<dl class="answers">{"".join(lines)}</dl></figcaption>'
+    return f"<figure>{image}{caption}</figure>"
+
+
+def _class_name(example: Example, value: int) -> str:
+    return example.classes[value] if value < len(example.classes) else f"class {value}"
+
+
+def _keys(examples: Sequence[Example]) -> str:
+    """What the colors mean."""
+    classes = [(name, pictures.class_color(value)) for value, name in enumerate(examples[0].classes) if value > 0]
+    errors = [("missed", pictures.MISSED), ("invented", pictures.INVENTED)]
+    if len(classes) != 1:
+        errors.append(("confused with another structure", pictures.CONFUSED))
+    return _key("Structures:", classes) + _key("Errors:", errors)
+
+
+def _key(title: str, items: Iterable[tuple[str, pictures.Color]]) -> str:
+    listed = [f'<li><i style="background:rgb{color}"></i>{escape(name)}</li>' for name, color in items]
+    return f'<ul class="key"><li>{title}</li>{"".join(listed)}</ul>' if listed else ""
+
+
+# ---- elements
+
+
+def _arrow(pair: Pair) -> str:
+    return f"{pair[0]} → {pair[1]}"
+
+
+def _section(title: str, *parts: str) -> str:
+    return "\n".join(["<section>", f"<h2>{escape(title)}</h2>", *filter(None, parts), "</section>"])
+
+
+def _folded(title: str, content: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>\n{content}\n</details>"
+
+
+def _grid(charts: Sequence[str]) -> str:
+    return f'<div class="charts">{"".join(charts)}</div>'
+
+
+def _chart(title: str, where: str, svg: str) -> str:
+    described = f"{title}, {where}" if where else title
+    caption = f"<figcaption>{escape(title)} <span>{escape(where)}</span></figcaption>"
+    return f'<figure class="chart">{caption}<div role="img" aria-label="{escape(described)}">{svg}</div></figure>\n'
+
+
+def _image(picture: pictures.Picture, alt: str) -> str:
+    return f'<img src="{pictures.png_uri(picture)}" alt="{escape(alt)}">'
+
+
+def _table(table: Table) -> str:
+    heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in ["Method", *formats.headings(table)])
+    rows = [_table_row(row, table, before) for before, row in zip([None, *table.rows], table.rows, strict=False)]
+    notes = "".join(f"<li>{escape(note)}</li>" for note in table.notes)
+    return (
+        f'<div class="scroll"><table><thead><tr>{heads}</tr></thead>\n<tbody>{"".join(rows)}</tbody></table></div>\n'
+        f'<ul class="notes">{notes}</ul>'
+    )
+
+
+def _table_row(row: Row, table: Table, before: Row | None) -> str:
+    """One method; a line above it where the method changes."""
+    cells = [_table_cell(cell, column) for cell, column in zip(row.cells, table.columns, strict=True)]
+    cells.extend(f"<td>{escape(text)}</td>" for text in formats.extras(row, table))
+    first = ' class="first"' if before is not None and before.method == SOURCE and row.method != SOURCE else ""
+    return f'<tr{first}><th scope="row">{escape(row.label)}</th>{"".join(cells)}</tr>\n'
+
+
+def _table_cell(cell: Cell | None, column: Column) -> str:
+    if cell is None:
+        return f'<td class="sd">{formats.NOT_RUN}</td>'
+    mean, _, spread = formats.value(cell, column).partition(" ± ")
+    best = ' class="best"' if cell.best else ""
+    sd = f' <span class="sd">± {spread}</span>' if spread else ""
+    mark = f'<span class="mark">{formats.mark(cell)}</span>' if cell.verdict else ""
+    return f"<td><span{best}>{mean}</span>{sd}{mark}{_table_gain(cell, column)}</td>"
+
+
+def _table_gain(cell: Cell, column: Column) -> str:
+    text = formats.gain(cell, column)
+    if not text:
+        return ""
+    size = column.shown(cell.gain)
+    tone = " loss" if size < 0 else "" if size > 0 else " none"
+    return f'<span class="gain{tone}">{text}</span>'

@@ -1,0 +1,198 @@
+"""8 run over a stream. What did an adapter answer, case by case, and how good was it?
+
+The only place where labels meet predictions: the adapter is handed images and names, nothing else.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from dltta.data.case import Case, Dataset, Task
+from dltta.errors import DataError, SettingError
+from dltta.evaluation.metrics import Unit, mean_defined, score_classification, score_segmentation
+from dltta.predictions import probabilities
+
+
+class Answer(Protocol):
+    """What one step of a stream gives back; None where the method has no loss, memory or update."""
+
+    @property
+    def logits(self) -> Tensor: ...
+
+    @property
+    def loss(self) -> float | None: ...
+
+    @property
+    def discrepancy(self) -> float | None: ...
+
+    @property
+    def rate(self) -> float | None: ...
+
+
+class Steps(Protocol):
+    """Anything that answers a stream batch by batch, such as `Adapter`."""
+
+    def step(self, x: Tensor, *, case: str) -> Answer: ...
+
+
+@dataclass(frozen=True)
+class CaseRecord:
+    """One row of a stream: what happened to one image. None where there was nothing to record."""
+
+    case: str
+    site: str
+    metrics: Mapping[str, float]  # empty without a label; classification: accuracy, 1 for right and 0 for wrong
+    seconds: float  # of adaptation and prediction; a batch's time shared equally
+    loss: float | None = None  # these three belong to the batch of the case
+    discrepancy: float | None = None
+    rate: float | None = None
+    unit: Unit | None = None  # of hd95 and asd
+    undefined: int | None = None  # classes in only one of label and prediction: no surface distance
+    label: int | None = None  # these three in classification only
+    prediction: int | None = None
+    probabilities: tuple[float, ...] | None = None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Site and name: unique in a stream, whatever sites it mixes."""
+        return self.site, self.case
+
+
+@dataclass(frozen=True)
+class StreamRecord:
+    """One stream from its first case to its last."""
+
+    target: str
+    task: Task
+    metrics: Mapping[str, float]  # segmentation: means over the cases that define them; classification: of the stream
+    cases: tuple[CaseRecord, ...]  # in the order in which they came
+
+    @property
+    def undefined(self) -> int:
+        """How many surface distances the means leave out."""
+        return sum(case.undefined or 0 for case in self.cases)
+
+    @property
+    def unit(self) -> Literal["mm", "px", "mixed"] | None:
+        """Unit of hd95 and asd; `mixed` when only some cases have a spacing."""
+        units = {case.unit for case in self.cases if case.unit is not None}
+        return "mixed" if len(units) > 1 else next(iter(units), None)
+
+
+Progress = Callable[[int, int], None]  # cases done, cases in all
+Collect = Callable[[Case, Tensor, CaseRecord], None]  # the case, its answer as `answers` gives it, its row
+
+
+def run_stream(
+    adapter: Steps,
+    dataset: Dataset,
+    order: Sequence[int],
+    *,
+    batch_size: int = 1,
+    progress: Progress | None = None,
+    collect: Collect | None = None,
+) -> StreamRecord:
+    """The record of `adapter` on the cases of `dataset` in this order; the last batch may be smaller."""
+    if batch_size < 1:
+        raise SettingError(f"batch_size must be at least 1, found {batch_size}")
+    rows: list[CaseRecord] = []
+    for cases in _batches(dataset, order, batch_size):
+        started = time.perf_counter()
+        step = adapter.step(_stack(cases), case=_batch_name(cases))
+        seconds = (time.perf_counter() - started) / len(cases)
+        for case, answer in zip(cases, answers(step.logits, dataset), strict=True):
+            row = _row(case, answer, dataset, step, seconds)
+            rows.append(row)
+            if collect is not None:
+                collect(case, answer, row)
+        if progress is not None:
+            progress(len(rows), len(order))
+    return StreamRecord(dataset.site, dataset.task, stream_metrics(rows, dataset.task), tuple(rows))
+
+
+def answers(logits: Tensor, dataset: Dataset) -> Tensor:
+    """What logits (B, C, *positions) say about each case.
+
+    Segmentation: (B, *positions) class values; classification: (B, classes) probabilities. One channel is a binary
+    sigmoid: foreground where it is above 0.
+    """
+    logits = logits.detach().cpu()
+    classes = max(2, logits.shape[1])
+    if classes != len(dataset.classes):
+        raise DataError(
+            f"the network answers with {classes} classes, {dataset.site} has {len(dataset.classes)}: "
+            f"{', '.join(dataset.classes)}; use the network that was trained for these classes"
+        )
+    if dataset.task == "classification":
+        return probabilities(logits.double())
+    return (logits[:, 0] > 0).long() if logits.shape[1] == 1 else logits.argmax(dim=1)
+
+
+def stream_metrics(rows: Sequence[CaseRecord], task: Task) -> dict[str, float]:
+    """The metrics of a whole stream; empty when no case has a label."""
+    if task == "classification":
+        scored = [(row.probabilities, row.label) for row in rows if row.probabilities and row.label is not None]
+        if not scored:
+            return {}
+        table, labels = zip(*scored, strict=True)
+        return score_classification(torch.tensor(table, dtype=torch.float64), torch.tensor(labels))
+    names = dict.fromkeys(name for row in rows for name in row.metrics)
+    return {name: mean_defined(row.metrics.get(name, math.nan) for row in rows) for name in names}
+
+
+def _batches(dataset: Dataset, order: Sequence[int], size: int) -> Iterator[list[Case]]:
+    indices = iter(order)
+    while batch := [dataset[index] for index in islice(indices, size)]:
+        yield batch
+
+
+def _stack(cases: Sequence[Case]) -> Tensor:
+    shapes = {tuple(case.image.shape) for case in cases}
+    if len(shapes) > 1:
+        names = ", ".join(case.name for case in cases)
+        raise DataError(f"images of one batch differ in shape: {sorted(shapes)} in {names}; use batch_size=1")
+    return torch.stack([case.image for case in cases])  # (B, C, *spatial)
+
+
+def _batch_name(cases: Sequence[Case]) -> str:
+    more = len(cases) - 1
+    return cases[0].name if not more else f"{cases[0].name} and {more} more"
+
+
+def _row(case: Case, answer: Tensor, dataset: Dataset, step: Answer, seconds: float) -> CaseRecord:
+    """The record of one case; an unlabeled one has no metrics."""
+    row = CaseRecord(
+        case.name, case.site, {}, seconds, _finite(step.loss), _finite(step.discrepancy), _finite(step.rate)
+    )
+    try:
+        if dataset.task == "classification":
+            return _classified(row, answer, case)
+        return row if case.label is None else _segmented(row, answer, case.label, case, dataset.classes)
+    except DataError as error:
+        raise DataError(f"case {case.name}: {error}") from error
+
+
+def _classified(row: CaseRecord, answer: Tensor, case: Case) -> CaseRecord:
+    prediction = int(answer.argmax())
+    row = replace(row, prediction=prediction, probabilities=tuple(answer.tolist()))
+    if case.label is None:
+        return row
+    label = int(case.label)
+    if not 0 <= label < len(answer):
+        raise DataError(f"the label is {label}; with {len(answer)} classes it must lie between 0 and {len(answer) - 1}")
+    return replace(row, label=label, metrics={"accuracy": float(prediction == label)})
+
+
+def _segmented(row: CaseRecord, answer: Tensor, label: Tensor, case: Case, classes: Sequence[str]) -> CaseRecord:
+    scores = score_segmentation(answer, label, classes, spacing=case.spacing)
+    return replace(row, metrics=scores.metrics, unit=scores.unit, undefined=scores.undefined)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

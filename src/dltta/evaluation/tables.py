@@ -1,0 +1,334 @@
+"""9 tables. Methods in rows, targets or metrics in columns, every number from `Results`.
+
+Values are shown in points (x 100), distances in their unit. The same results give the same bytes.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from dltta.errors import SettingError
+from dltta.evaluation.comparison import case_gains, negative_transfer, paired_test, worst_site
+from dltta.evaluation.metrics import (
+    CLASSIFICATION_METRICS,
+    DISTANCES,
+    SEGMENTATION_METRICS,
+    higher_is_better,
+    mean_defined,
+)
+from dltta.evaluation.results import SOURCE, Results, case_means, summarize
+
+SIGNIFICANT = 0.05
+PLAIN_RATES = ("none", "fixed")  # a method with one of these goes by its name alone
+NAMES = {"source": "Source", "ptbn": "PTBN", "tent": "Tent", "ttt": "TTT", "atta": "ATTA"}
+TITLES = {"dice": "Dice", "hd95": "HD95", "asd": "ASD", "auc": "AUC", "f1": "F1"}
+
+Pair = tuple[str, str]  # source, target
+Verdict = Literal["better", "worse"]
+VERDICTS: tuple[Verdict, ...] = ("better", "worse")
+MARKS: dict[Verdict, str] = {"better": "†", "worse": "‡"}
+
+
+@dataclass(frozen=True)
+class Column:
+    """What one column shows; `pair` is None for the mean over the targets."""
+
+    title: str
+    metric: str
+    pair: Pair | None
+
+    @property
+    def scale(self) -> float:
+        return 1.0 if self.metric in DISTANCES else 100.0
+
+    @property
+    def digits(self) -> int:
+        return 2 if self.metric in DISTANCES else 1
+
+    def shown(self, value: float) -> float:
+        """The value as the table rounds it; never minus zero."""
+        return round(value * self.scale, self.digits) + 0.0
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One method in one column, unscaled; `nan` where there is no such number."""
+
+    mean: float
+    sd: float = math.nan
+    gain: float = math.nan  # over the source; positive is better
+    p: float = math.nan  # against the same method with the fixed rate
+    verdict: Verdict | None = None  # significantly better or worse than with the fixed rate
+    best: bool = False  # of its column, as shown
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method with one rate."""
+
+    method: str
+    rate: str
+    cells: tuple[Cell | None, ...]  # None: not run
+    worse: float  # share of cases made worse than without adaptation
+    worst: tuple[str, float] | None = None  # the worst of several targets and its value
+
+    @property
+    def label(self) -> str:
+        return method_label(self.method, self.rate)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A finished table; `dltta.evaluation.formats` only writes it down."""
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def has_worst(self) -> bool:
+        return any(row.worst for row in self.rows)
+
+
+def method_label(method: str, rate: str) -> str:
+    """How a method is called in tables and plots: `Tent` with a fixed rate, `Tent + dynamic` with a dynamic one."""
+    name = NAMES.get(method, method)
+    return name if rate in PLAIN_RATES else f"{name} + {rate}"
+
+
+def metric_title(metric: str, *, unit: str | None = None) -> str:
+    """How a metric is called in tables and plots."""
+    stem, _, part = metric.partition("_")
+    title = " ".join(filter(None, [TITLES.get(stem, stem.capitalize()), part]))
+    return f"{title} ({unit})" if metric in DISTANCES and unit else title
+
+
+def metric_word(metric: str) -> str:
+    """How a metric is called inside a sentence: `accuracy`, but `Dice` and `AUC`."""
+    title = metric_title(metric)
+    return title if metric.partition("_")[0] in TITLES else title.lower()
+
+
+def primary_metric(results: Results) -> str:
+    """The metric that headlines: Dice in segmentation, accuracy in classification."""
+    return "accuracy" if results.streams and results.streams[0].task == "classification" else "dice"
+
+
+def default_metrics(results: Results) -> tuple[str, ...]:
+    """The metrics of the task that some stream has."""
+    wanted = CLASSIFICATION_METRICS if primary_metric(results) == "accuracy" else SEGMENTATION_METRICS
+    return tuple(metric for metric in wanted if any(metric in stream.metrics for stream in results.streams))
+
+
+def methods(results: Results) -> list[tuple[str, str]]:
+    """Every (method, rate) in table order: the source first, then as they came; none, fixed, dynamic, other rules."""
+    found = dict.fromkeys((stream.method, stream.rate) for stream in results.streams)
+    names = list(dict.fromkeys(method for method, _ in found))
+    names.sort(key=lambda name: name != SOURCE)
+    rates = list(dict.fromkeys(["none", "fixed", "dynamic", *(rate for _, rate in found)]))
+    return [(name, rate) for name in names for rate in rates if (name, rate) in found]
+
+
+def pairs(results: Results) -> list[Pair]:
+    """Every (source, target), as they came."""
+    return list(dict.fromkeys((stream.source, stream.target) for stream in results.streams))
+
+
+def targets(results: Results) -> list[Pair]:
+    """The pairs in which the site really changes; all pairs when none does."""
+    return [pair for pair in pairs(results) if pair[0] != pair[1]] or pairs(results)
+
+
+def gains(results: Results, pair: Pair, method: str, rate: str, metric: str) -> dict[tuple[str, str], float]:
+    """Gain over the source of each case of one target, averaged over streams."""
+    adapted = case_means(results.select(*pair, method, rate), metric)
+    return case_gains(adapted, case_means(results.select(*pair, SOURCE, "none"), metric), metric)
+
+
+def by_target(results: Results, metric: str | None = None) -> Table:
+    """One metric, a column per target, and their mean when there are several (the source's own site left out)."""
+    metric = metric or primary_metric(results)
+    columns = [Column(_pair_title(results, pair), metric, pair) for pair in pairs(results)]
+    if len(targets(results)) > 1:
+        columns.append(Column("Mean", metric, None))
+    return _table(results, f"{metric_title(metric, unit=_unit(results))} by target", columns)
+
+
+def by_metric(results: Results, pair: Pair | None = None, metrics: Sequence[str] | None = None) -> Table:
+    """One target (the first that is not the source's own site, unless given), a column per metric."""
+    pair = pair or next(iter(targets(results)), None)
+    if pair is None or pair not in pairs(results):
+        raise SettingError(f"there is no stream of {pair}; found {pairs(results)}")
+    columns = [Column(_metric_heading(results, name), name, pair) for name in metrics or default_metrics(results)]
+    if not columns:
+        raise SettingError(f"no case of {pair[0]} → {pair[1]} was scored; there are no labels to compare with")
+    return _table(results, f"{pair[0]} → {pair[1]}", columns)
+
+
+# ---- filling
+
+
+def _table(results: Results, title: str, columns: Sequence[Column]) -> Table:
+    rows = [_row(results, method, rate, columns) for method, rate in methods(results)]
+    return Table(title, tuple(columns), _mark_best(rows, columns), _notes(results, rows, columns))
+
+
+def _row(results: Results, method: str, rate: str, columns: Sequence[Column]) -> Row:
+    cells = tuple(_cell(results, method, rate, column) for column in columns)
+    return Row(method, rate, cells, _made_worse(results, method, rate, columns), _worst(columns, cells))
+
+
+def _worst(columns: Sequence[Column], cells: Sequence[Cell | None]) -> tuple[str, float] | None:
+    """The worst target of a table that has their mean, for methods that ran on all of them."""
+    if columns[-1].pair is not None or cells[-1] is None:
+        return None
+    run = [(column, cell) for column, cell in zip(columns, cells, strict=True) if column.pair and cell]
+    away = [(column, cell) for column, cell in run if column.pair and column.pair[0] != column.pair[1]]
+    return worst_site({column.title: cell.mean for column, cell in away or run}, columns[0].metric)
+
+
+def _cell(results: Results, method: str, rate: str, column: Column) -> Cell | None:
+    if column.pair is None:
+        return _mean_cell([_cell(results, method, rate, replace(column, pair=pair)) for pair in targets(results)])
+    streams = results.select(*column.pair, method, rate)
+    if not streams:
+        return None
+    row = summarize(streams, column.metric)
+    p, verdict = _against_fixed(results, method, rate, column.pair, column.metric)
+    sd = row.case_sd if len(streams) == 1 else row.sd
+    return Cell(row.mean, sd, _gain(results, method, row.mean, column), p, verdict)
+
+
+def _mean_cell(cells: Sequence[Cell | None]) -> Cell | None:
+    """Mean over targets; None unless every target has a value, because means over different sites do not compare."""
+    run = [cell for cell in cells if cell is not None and not math.isnan(cell.mean)]
+    if len(run) < len(cells):
+        return None
+    gains = [cell.gain for cell in run]
+    everywhere = not any(math.isnan(gain) for gain in gains)
+    return Cell(mean_defined(cell.mean for cell in run), gain=mean_defined(gains) if everywhere else math.nan)
+
+
+def _gain(results: Results, method: str, mean: float, column: Column) -> float:
+    source = results.select(*column.pair, SOURCE, "none") if column.pair else ()
+    if method == SOURCE or not source:
+        return math.nan
+    difference = mean - summarize(source, column.metric).mean
+    return difference if higher_is_better(column.metric) else -difference
+
+
+def _against_fixed(results: Results, method: str, rate: str, pair: Pair, metric: str) -> tuple[float, Verdict | None]:
+    """P of the paired test against the same method with the fixed rate, and which way it goes when significant."""
+    if rate in PLAIN_RATES:
+        return math.nan, None
+    ours = case_means(results.select(*pair, method, rate), metric)
+    fixed = case_means(results.select(*pair, method, "fixed"), metric)
+    shared = [case for case in ours if case in fixed]
+    p = paired_test([ours[case] for case in shared], [fixed[case] for case in shared]).p
+    if not p < SIGNIFICANT:
+        return p, None
+    return p, "better" if mean_defined(case_gains(ours, fixed, metric).values()) > 0 else "worse"
+
+
+def _made_worse(results: Results, method: str, rate: str, columns: Sequence[Column]) -> float:
+    if method == SOURCE or not columns:
+        return math.nan
+    metric = _per_case_metric(results, columns)
+    chosen = list(dict.fromkeys(column.pair for column in columns if column.pair))
+    away = [pair for pair in chosen if pair[0] != pair[1]] or chosen
+    return negative_transfer(gain for pair in away for gain in gains(results, pair, method, rate, metric).values())
+
+
+def _per_case_metric(results: Results, columns: Sequence[Column]) -> str:
+    """The first column's metric when cases have it, else the primary one (AUC belongs to a stream, not to a case)."""
+    first = columns[0].metric
+    has_it = any(first in case.metrics for stream in results.streams for case in stream.cases)
+    return first if has_it else primary_metric(results)
+
+
+def _mark_best(rows: Sequence[Row], columns: Sequence[Column]) -> tuple[Row, ...]:
+    best = [_best_shown(rows, index, column) for index, column in enumerate(columns)]
+    return tuple(replace(row, cells=tuple(map(_marked, row.cells, columns, best))) for row in rows)
+
+
+def _marked(cell: Cell | None, column: Column, best: float) -> Cell | None:
+    return cell and replace(cell, best=column.shown(cell.mean) == best)
+
+
+def _best_shown(rows: Sequence[Row], index: int, column: Column) -> float:
+    """The best value of a column as shown, so that ties are all best; `nan` when there is nothing to compare."""
+    means = [cell.mean for row in rows if (cell := row.cells[index]) is not None and not math.isnan(cell.mean)]
+    choose = max if higher_is_better(column.metric) else min
+    return choose(map(column.shown, means)) if len(means) > 1 else math.nan
+
+
+def _notes(results: Results, rows: Sequence[Row], columns: Sequence[Column]) -> tuple[str, ...]:
+    cells = [cell for row in rows for cell in row.cells if cell is not None]
+    notes = [_spread_note(results, columns)]
+    if any(not math.isnan(cell.gain) for cell in cells):
+        notes.append("With a sign: gain over Source; plus is better.")
+    if any(not math.isnan(row.worse) for row in rows):
+        title = metric_word(_per_case_metric(results, columns))
+        notes.append(f"Made worse: share of cases that score worse than without adaptation ({title}).")
+    if any(not math.isnan(cell.p) for cell in cells):
+        notes.append(_significance_note(results, cells))
+    if any(column.metric in DISTANCES for column in columns):
+        notes.extend(_undefined_notes(results, columns))
+    return tuple(notes)
+
+
+def _spread_note(results: Results, columns: Sequence[Column]) -> str:
+    points = "Points" if any(column.metric not in DISTANCES for column in columns) else "Distances"
+    shown = {column.pair for column in columns if column.pair}
+    counts = {len(results.select(*pair, *row)) for pair in shown for row in methods(results)} - {0}
+    if counts <= {1}:
+        verdicts = primary_metric(results) == "accuracy"
+        return f"{points}, one stream." if verdicts else f"{points}, mean ± sd over the cases of one stream."
+    number = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
+    return f"{points}, mean ± sd over {number} streams (seeds x orders)."
+
+
+def _significance_note(results: Results, cells: Sequence[Cell]) -> str:
+    test = "McNemar" if _has_verdicts(results) else "Wilcoxon"
+    how = f"(paired {test} test over cases, p < {SIGNIFICANT}, not corrected for the number of tests)"
+    found = [verdict for verdict in VERDICTS if any(cell.verdict == verdict for cell in cells)]
+    if not found:
+        return f"No difference from the fixed rate is significant {how}."
+    marks = ", ".join(f"{MARKS[verdict]} significantly {verdict}" for verdict in found)
+    return f"{marks} than with the fixed rate {how}."
+
+
+def _has_verdicts(results: Results) -> bool:
+    """True when cases are right or wrong, once: several streams have shares of right answers."""
+    several = {len(results.select(*pair, *row)) for pair in pairs(results) for row in methods(results)} - {0, 1}
+    return primary_metric(results) == "accuracy" and not several
+
+
+def _undefined_notes(results: Results, columns: Sequence[Column]) -> list[str]:
+    shown = {column.pair for column in columns}
+    counts: dict[str, int] = {}
+    for stream in results.streams:
+        if stream.undefined and (stream.source, stream.target) in shown:
+            label = method_label(stream.method, stream.rate)
+            counts[label] = counts.get(label, 0) + stream.undefined
+    listed = ", ".join(f"{label} {count}" for label, count in counts.items())
+    return [f"Surface distances left out because a structure was missed or invented: {listed}."] if listed else []
+
+
+def _pair_title(results: Results, pair: Pair) -> str:
+    source, target = pair
+    several = len({source for source, _ in pairs(results)}) > 1
+    if source == target:
+        return f"{target} (source)"
+    return f"{source} → {target}" if several else target
+
+
+def _metric_heading(results: Results, metric: str) -> str:
+    return f"{metric_title(metric, unit=_unit(results))} {'↑' if higher_is_better(metric) else '↓'}"
+
+
+def _unit(results: Results) -> str | None:
+    units = {stream.unit for stream in results.streams if stream.unit is not None}
+    return "mixed units" if len(units) > 1 or "mixed" in units else next(iter(units), None)

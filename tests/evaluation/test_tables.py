@@ -1,0 +1,204 @@
+import io
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from small_results import one_target, results, stream
+
+from dltta.errors import SettingError
+from dltta.evaluation import (
+    CaseRecord,
+    Results,
+    Stream,
+    StreamRecord,
+    by_metric,
+    by_target,
+    csv_text,
+    latex,
+    markdown,
+    method_label,
+    rich_table,
+)
+from dltta.evaluation.tables import metric_title, metric_word
+
+MARKDOWN = """\
+| Method | Dice ↑ | HD95 (px) ↓ | Made worse |
+|:--|--:|--:|--:|
+| Source | 60.0 ± 6.0 | 4.00 ± 0.00 |  |
+| Tent | 65.0 ± 6.0 (+5.0) | **3.00 ± 0.00** (+1.00) | 0% |
+| Tent + dynamic | **75.0 ± 5.2**† (+15.0) | 3.50 ± 0.00‡ (+0.50) | 12% |
+
+Points, mean ± sd over the cases of one stream.\x20\x20
+With a sign: gain over Source; plus is better.\x20\x20
+Made worse: share of cases that score worse than without adaptation (Dice).\x20\x20
+† significantly better, ‡ significantly worse than with the fixed rate (paired Wilcoxon test over cases, p \\< 0.05, \
+not corrected for the number of tests).\x20\x20
+"""
+
+LATEX = r"""\begin{tabular}{lrrr}
+\toprule
+Method & A (source) & B & Made worse \\
+\midrule
+Source & 91.0 $\pm$ 1.4 & 60.0 $\pm$ 6.0 &  \\
+Tent & -- & 65.0 $\pm$ 6.0 (+5.0) & 0\% \\
+Tent + dynamic & -- & \textbf{75.0 $\pm$ 5.2}$^{\dagger}$ (+15.0) & 12\% \\
+\bottomrule
+\end{tabular}
+% Points, mean ± sd over the cases of one stream.
+"""
+
+CSV = """\
+method,rate,Dice mean,Dice sd,Dice gain,Dice p,HD95 (px) mean,HD95 (px) sd,HD95 (px) gain,HD95 (px) p,made worse
+source,none,60.0000,5.9761,,,4.0000,0.0000,,,
+tent,fixed,65.0000,5.9761,5.0000,,3.0000,0.0000,1.0000,,0.0000
+tent,dynamic,75.0000,5.2372,15.0000,0.0234,3.5000,0.0000,0.5000,0.00781,0.1250
+"""
+
+
+def test_markdown_to_the_byte():
+    assert markdown(by_metric(one_target())) == MARKDOWN
+
+
+def test_latex_to_the_byte():
+    assert latex(by_target(one_target())).startswith(LATEX)
+
+
+def test_csv_to_the_byte():
+    assert csv_text(by_metric(one_target())) == CSV
+
+
+def test_tables_from_the_file_are_the_tables_from_memory(tmp_path: Path):
+    one_target().write(tmp_path / "results.json")
+    loaded = Results.load(tmp_path / "results.json")
+    for write in (markdown, latex, csv_text):
+        assert write(by_target(loaded)) == write(by_target(one_target()))
+
+
+def test_terminal_shows_the_same_values():
+    console = Console(width=140, file=io.StringIO())
+    with console.capture() as capture:
+        console.print(rich_table(by_metric(one_target())))
+    for text in ("75.0 ± 5.2† (+15.0)", "12%", "HD95 (px) ↓"):
+        assert text in capture.get()
+
+
+def several_targets() -> Results:
+    return results(
+        stream("source", "none", [0.4], target="A"),  # worse than any target, yet none of them
+        stream("source", "none", [0.6, 0.6]),
+        stream("source", "none", [0.5, 0.5], target="C"),
+        stream("tent", "fixed", [0.7, 0.5]),
+        stream("tent", "fixed", [0.7, 0.7], target="C"),
+        stream("ptbn", "none", [0.7, 0.7]),
+    )
+
+
+def test_mean_over_targets_leaves_out_home_and_methods_that_miss_a_target():
+    table = by_target(several_targets())
+    assert [column.title for column in table.columns] == ["A (source)", "B", "C", "Mean"]
+    means = {row.label: row.cells[-1] and row.cells[-1].mean for row in table.rows}
+    assert means == {"Source": pytest.approx(0.55), "Tent": pytest.approx(0.65), "PTBN": None}
+
+
+def test_worst_site_and_made_worse_stand_behind_the_targets():
+    rows = markdown(by_target(several_targets())).splitlines()
+    assert rows[0].endswith("| Mean | Worst site | Made worse |")
+    assert rows[2].endswith("| 55.0 | 50.0 (C) |  |")
+    assert rows[3].endswith("| **65.0** (+10.0) | 60.0 (B) | 25% |")
+    assert rows[4].endswith("| – | – | – | 0% |")
+
+
+def test_ties_are_all_best_and_a_single_value_is_not():
+    table = by_target(results(stream("source", "none", [0.60001]), stream("ptbn", "none", [0.60002])))
+    assert [row.cells[0].best for row in table.rows if row.cells[0]] == [True, True]
+    alone = by_target(results(stream("source", "none", [0.6])))
+    assert alone.rows[0].cells[0] is not None
+    assert not alone.rows[0].cells[0].best
+
+
+def test_spread_is_over_streams_when_there_are_several():
+    table = by_target(
+        results(stream("source", "none", [0.5, 0.7], seed=0), stream("source", "none", [0.7, 0.9], seed=1))
+    )
+    assert "| Source | 70.0 ± 14.1 |" in markdown(table)
+    assert table.notes[0] == "Points, mean ± sd over 2 streams (seeds x orders)."
+
+
+def test_distances_left_out_are_told():
+    base = one_target()
+    missed = replace(base.streams[2], cases=tuple(replace(case, undefined=2) for case in base.streams[2].cases))
+    table = by_metric(results(base.streams[1], missed))
+    assert table.notes[-1] == "Surface distances left out because a structure was missed or invented: Tent 16."
+
+
+def classified(method: str, rate: str, verdicts: list[int], seed: int = 0) -> Stream:
+    rows = tuple(
+        CaseRecord(f"p{i}", "B", {"accuracy": float(v)}, 0.1, label=1, prediction=v, probabilities=(1.0 - v, float(v)))
+        for i, v in enumerate(verdicts)
+    )
+    metrics = {"accuracy": sum(verdicts) / len(verdicts), "auc": math.nan}
+    return Stream.of(
+        StreamRecord("B", "classification", metrics, rows), source="A", method=method, rate=rate, seed=seed
+    )
+
+
+def test_classification_uses_mcnemar_and_shows_what_is_undefined():
+    streams = (
+        classified("source", "none", [0] * 8 + [1] * 2),
+        classified("tent", "fixed", [0] * 7 + [1] * 3),
+        classified("tent", "dynamic", [1] * 9 + [0]),
+    )
+    text = markdown(by_metric(results(*streams)))
+    assert "| Tent + dynamic | **90.0** (+70.0) | undefined | 10% |" in text
+    assert "(paired McNemar test" in text
+    tested = by_metric(results(*streams)).rows[2].cells[0]
+    assert tested is not None
+    assert tested.p == pytest.approx(18 / 256)  # seven better, one worse
+
+
+def test_cases_made_worse_are_counted_by_accuracy_when_the_metric_has_no_case():
+    table = by_metric(results(classified("source", "none", [1, 1]), classified("tent", "fixed", [1, 0])), None, ["auc"])
+    assert table.rows[1].worse == 0.5
+
+
+def test_results_without_labels_have_no_table_of_metrics():
+    unlabeled = StreamRecord("B", "segmentation", {}, (CaseRecord("a", "B", {}, 0.1),))
+    with pytest.raises(SettingError, match="no case of A → B was scored"):
+        by_metric(results(Stream.of(unlabeled, source="A", method="source", rate="none", seed=0)))
+
+
+def test_rate_that_harms_significantly_is_marked():
+    good, bad = [0.7 + i / 100 for i in range(8)], [0.6 + i / 90 for i in range(8)]
+    table = by_target(results(stream("tent", "fixed", good), stream("tent", "exponential", bad)))
+    assert [row.label for row in table.rows] == ["Tent", "Tent + exponential"]
+    cell = table.rows[1].cells[0]
+    assert cell is not None
+    assert cell.verdict == "worse"
+
+
+def test_names_cannot_leave_their_cell():
+    table = by_target(results(stream("a|b_c", "fixed", [0.5], target="x&y")))
+    assert r"| a\|b\_c |" in markdown(table)
+    assert r"a|b\_c &" in latex(table)
+    assert r"Method & x\&y &" in latex(table)
+
+
+def test_source_leads_and_rates_of_a_method_stay_together():
+    order = [("tent", "dynamic"), ("ptbn", "none"), ("tent", "fixed"), ("source", "none")]
+    table = by_target(results(*(stream(method, rate, [0.5]) for method, rate in order)))
+    assert [row.label for row in table.rows] == ["Source", "Tent", "Tent + dynamic", "PTBN"]
+
+
+def test_unknown_target_says_what_there_is():
+    with pytest.raises(SettingError, match=r"no stream of \('A', 'Z'\); found \[\('A', 'A'\), \('A', 'B'\)\]"):
+        by_metric(one_target(), ("A", "Z"))
+
+
+def test_labels_and_titles():
+    assert method_label("source", "none") == "Source"
+    assert method_label("mine", "dynamic") == "mine + dynamic"
+    assert metric_title("dice_RNFL") == "Dice RNFL"
+    assert metric_title("asd", unit="mm") == "ASD (mm)"
+    assert (metric_word("accuracy"), metric_word("dice")) == ("accuracy", "Dice")
