@@ -9,15 +9,20 @@ import dltta
 
 ROOT = Path(dltta.__file__).parent
 RANK = [
-    {"version", "errors"},
+    {"version", "errors", "files"},
     {"data"},
-    {"predictions", "discrepancy", "models"},
+    {"predictions", "discrepancy"},
+    {"models"},
     {"objectives"},
     {"memory", "rates"},
     {"adapter"},
-    {"testing", "training", "evaluation"},
-    {"config", "demo"},
+    {"evaluation", "testing"},
+    {"training"},
+    {"config"},
+    {"experiment"},
+    {"demo", "progress"},
     {"cli"},
+    {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(RANK) for name in names}
 

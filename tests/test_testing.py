@@ -84,7 +84,7 @@ class Moody(Sharpness):
 
 class Meddling(Sharpness):
     def __call__(self, model, x, logits):
-        model.head.weight.data += 1e-3
+        model.encoder[1].num_batches_tracked += 1
         return super().__call__(model, x, logits)
 
 

@@ -175,8 +175,9 @@ class MemoryBank:
 def _average_pool(features: Tensor, positions: int | Sequence[int]) -> Tensor:
     """Channels-first maps (B, C, *positions) averaged to a fixed number of positions per axis."""
     axes = features.ndim - 2
-    pools = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}
+    pools: dict[int, Any] = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}
     sizes = (positions,) * axes if isinstance(positions, int) else tuple(positions)
     if axes not in pools or len(sizes) != axes:
         raise SettingError(f"pool={positions!r} does not fit features of shape {tuple(features.shape)}")
-    return pools[axes](features, sizes)
+    pooled: Tensor = pools[axes](features, sizes)
+    return pooled

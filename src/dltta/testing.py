@@ -74,9 +74,8 @@ def _check_loss(name: str, adapter: Adapter, x: Tensor) -> None:
     assert isinstance(objective, Objective)
     for batch in (x, x[:1]):
         with torch.enable_grad():
-            logits = adapter.model(batch)
-            loss = objective(adapter.model, batch, logits)
-            again = objective(adapter.model, batch, logits)
+            loss = objective(adapter.model, batch, adapter.model(batch))
+            again = objective(adapter.model, batch, adapter.model(batch))
         assert loss.ndim == 0, f"{name} must give one number per batch, gives shape {tuple(loss.shape)}"
         assert bool(loss.isfinite()), f"{name} must be finite on finite images, is {loss.item()}"
         assert torch.equal(loss, again), f"{name} must give the same loss for the same images"

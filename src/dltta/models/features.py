@@ -23,7 +23,7 @@ class Seen:
 
 def find_layer(model: nn.Module, name: str) -> nn.Module:
     """The layer of that name; a wrong name answers with the nearest right ones."""
-    layers = dict(model.named_modules())
+    layers: dict[str, nn.Module] = dict(model.named_modules())
     if name and name in layers:
         return layers[name]
     names = [layer for layer in layers if layer]

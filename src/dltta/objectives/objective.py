@@ -29,5 +29,8 @@ class Objective(Protocol):
         ...
 
     def __call__(self, model: nn.Module, x: Tensor, logits: Tensor, /) -> Tensor:
-        """The scalar loss for images x (B, C, *spatial), whose logits by the current parameters are given."""
+        """The scalar loss for images x (B, C, *spatial).
+
+        Called once right after the forward pass that gave these logits, whose graph they carry.
+        """
         ...

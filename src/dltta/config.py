@@ -1,0 +1,225 @@
+"""The boundary: names become objects here and nowhere else, and a misspelled one is answered with the right one."""
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+import torch
+
+from dltta.adapter import Adapter, Mode
+from dltta.data.case import Dataset, Task
+from dltta.data.folders import SiteFolder, Slices, open_site
+from dltta.data.phantom import phantom
+from dltta.data.transforms import Preprocessing
+from dltta.errors import DataError, SettingError
+from dltta.memory import Distance, MemoryBank, Ready
+from dltta.models.architecture import BUILDERS, Architecture
+from dltta.models.loading import Checkpoint
+from dltta.objectives import ATTA, PTBN, TTT, Objective, Preparation, Source, Tent
+from dltta.rates import Exponential, Fixed, LearningRate, Proportional
+
+METHODS = ("source", "ptbn", "ttt", "tent", "atta")
+WITHOUT_RATE = ("source", "ptbn")
+RATES = ("fixed", "dynamic", "exponential")
+OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
+Built = TypeVar("Built")
+
+
+@dataclass(frozen=True)
+class AdaptationSettings:
+    """How a stream is adapted. None stands for the paper's value for the task.
+
+    The paper, segmentation / classification: rate 1e-3 / 3e-4, batches of 1 / 200, memory of 20 / 4 batches,
+    8 / 12 neighbors, one step, recall from a full memory by L2 distance, plain gradient descent (Eq. 2).
+    """
+
+    alpha: float | None = None
+    batch_size: int | None = None
+    batches_kept: int | None = None
+    neighbors: int | None = None
+    steps: int = 1
+    mode: Mode = "continual"
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    ready: Ready = "full"
+    distance: Distance = "l2"
+    pool: int | None = None
+
+    def for_task(self, task: Task) -> "AdaptationSettings":
+        """With the paper's values where none were given."""
+        paper = PAPER[task]
+        given = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return AdaptationSettings(**{k: getattr(paper, k) if v is None else v for k, v in given.items()})
+
+    def memory(self) -> MemoryBank:
+        """A new bank; settings must be complete (`for_task`)."""
+        if self.batches_kept is None or self.batch_size is None or self.neighbors is None:
+            raise SettingError("settings are not complete; call for_task first")
+        return MemoryBank(
+            capacity=self.batches_kept * self.batch_size,
+            neighbors=self.neighbors,
+            ready=self.ready,
+            distance=self.distance,
+            pool=self.pool,
+        )
+
+
+PAPER: dict[Task, AdaptationSettings] = {
+    "segmentation": AdaptationSettings(alpha=1e-3, batch_size=1, batches_kept=20, neighbors=8),
+    "classification": AdaptationSettings(alpha=3e-4, batch_size=200, batches_kept=4, neighbors=12),
+}
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A training as a TOML file: `dltta train CONFIG`."""
+
+    sites: tuple[str, ...] = ()
+    output: str | None = None
+    network: str | None = None
+    network_options: Mapping[str, Any] = field(default_factory=dict)
+    size: tuple[int, ...] | None = None
+    training: Mapping[str, Any] = field(default_factory=dict)
+
+
+def make_objective(method: str, checkpoint: Checkpoint) -> Objective | Preparation:
+    """The method of that name for this checkpoint; says how to train what it lacks."""
+    require("method", method, METHODS)
+    if method == "ttt":
+        part = checkpoint.rotation
+        if part is None:
+            raise SettingError("this model has no rotation head, which TTT needs; train it with `--with ttt`")
+        return TTT(part.head, part.layer, part.shared)
+    if method == "atta":
+        parts = checkpoint.reconstructions
+        if parts is None:
+            raise SettingError("this model has no auto-encoders, which ATTA needs; train it with `--with atta`")
+        return ATTA(parts.autoencoders, parts.levels, parts.channels)
+    plain: dict[str, Objective | Preparation] = {"source": Source(), "ptbn": PTBN(), "tent": Tent()}
+    return plain[method]
+
+
+def make_rate(rate: str, alpha: float) -> LearningRate:
+    """`fixed`, `dynamic` (Eq. 6) or `exponential`, with alpha as scale and initial value."""
+    require("rate", rate, RATES)
+    rules: dict[str, LearningRate] = {
+        "fixed": Fixed(alpha),
+        "dynamic": Proportional(alpha),
+        "exponential": Exponential(alpha),
+    }
+    return rules[rate]
+
+
+def make_adapter(checkpoint: Checkpoint, method: str, rate: str, settings: AdaptationSettings) -> Adapter:
+    """The adapter that one stream is run with; `rate` is "none" for methods without a loss."""
+    objective = make_objective(method, checkpoint)
+    if method in WITHOUT_RATE:
+        return Adapter(checkpoint.model, objective)
+    settings = settings.for_task(checkpoint.task)
+    rule = make_rate(rate, settings.alpha or 0.0)
+    return Adapter(
+        checkpoint.model,
+        objective,
+        rule,
+        memory=settings.memory() if getattr(rule, "needs_memory", False) else None,
+        optimizer=OPTIMIZERS[settings.optimizer],
+        steps=settings.steps,
+        mode=settings.mode,
+    )
+
+
+def open_dataset(spec: str) -> Dataset:
+    """A site folder, or `phantom:TASK:SITE:COUNT[:SEED]` for synthetic cases."""
+    if not spec.startswith("phantom:"):
+        if not Path(spec).is_dir():
+            raise DataError(f"there is no folder {spec}; give a site folder, or phantom:TASK:SITE:COUNT[:SEED]")
+        return open_site(spec)
+    parts = spec.split(":")[1:]
+    if len(parts) not in (3, 4) or not all(part.isdigit() for part in parts[2:]):
+        raise SettingError(f"{spec!r} is not phantom:TASK:SITE:COUNT[:SEED], such as phantom:oct:cirrus:48:1")
+    task, site, count, *seed = parts
+    return phantom(task, site, int(count), seed=int(seed[0]) if seed else 0)  # type: ignore[arg-type]
+
+
+def default_preprocessing(dataset: Dataset, size: tuple[int, ...] | None = None) -> Preprocessing:
+    """As nnU-Net chooses: 8- and 16-bit pictures are scaled by their type's maximum, volumes get z-scores.
+
+    Synthetic images come ready. For pictures the maximum is 255 unless the first image has larger values.
+    """
+    folder = dataset.volumes if isinstance(dataset, Slices) else dataset
+    if not isinstance(folder, SiteFolder):
+        return Preprocessing(size=size)
+    if folder.entries and folder.entries[0].files[0].name.endswith((".nii", ".nii.gz")):
+        return Preprocessing("zscore", size=size)
+    brightest = float(dataset[0].image.max())
+    return Preprocessing("scale", 255.0 if brightest <= 255 else 65535.0, size)
+
+
+def default_architecture(dataset: Dataset, name: str | None = None, options: Mapping[str, Any] = {}) -> Architecture:
+    """The paper's network for the task and the images' dimensions, or the one that is named."""
+    case = dataset[0]
+    name = name or ("unet" if dataset.task == "segmentation" else "densenet121")
+    require("network", name, BUILDERS)
+    return Architecture(name, case.image.ndim - 1, len(case.image), len(dataset.classes), dict(options))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A configuration file, or one line that says what is wrong with it."""
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise SettingError(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingError(f"{path} is not TOML: {error}") from error
+
+
+def build(kind: type[Built], table: Mapping[str, Any], where: str) -> Built:
+    """A dataclass from a table: unknown and missing keys fail with the right spelling, lists become tuples."""
+    known = {entry.name.rstrip("_"): entry for entry in fields(kind)}  # type: ignore[arg-type]
+    for key in table:
+        require(f"key in {where}", key, known)
+    for key, entry in known.items():
+        if key not in table and entry.default is MISSING and entry.default_factory is MISSING:
+            raise SettingError(f"{where} lacks the key {key!r}")
+    values = {known[key].name: tuple(v) if isinstance(v, list) else v for key, v in table.items()}
+    for key, value in table.items():
+        _check_type(f"{key} in {where}", value, known[key].type)
+    return kind(**values)
+
+
+def require(what: str, found: str, known: Iterable[str]) -> None:
+    """Raise with the nearest right spelling unless `found` is known."""
+    known = list(known)
+    if found in known:
+        return
+    close = difflib.get_close_matches(found, known, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
+    raise SettingError(f"there is no {what} {found!r}; {hint}")
+
+
+def _check_type(what: str, value: object, kind: Any) -> None:
+    if _accepts(kind, value):
+        return
+    if get_origin(kind) is Literal:
+        raise SettingError(f"{what} must be one of {', '.join(get_args(kind))}, got {value!r}")
+    raise SettingError(f"{what} must be {getattr(kind, '__name__', kind)}, got {value!r}")
+
+
+def _accepts(kind: Any, value: object) -> bool:
+    """Whether a value from TOML fits an annotation; a whole number is fine where a real one is asked."""
+    inner = get_args(kind)
+    match get_origin(kind):
+        case None:
+            wanted = {float: (int, float)}.get(kind, kind)
+            return isinstance(value, wanted) and (kind is bool or not isinstance(value, bool))
+        case origin if origin is Literal:
+            return value in inner
+        case origin if origin is UnionType or origin is Union:
+            return any(_accepts(each, value) for each in inner)
+        case origin if origin is tuple:
+            return isinstance(value, list | tuple) and all(_accepts(inner[0], each) for each in value)
+        case _:
+            return isinstance(value, Mapping)

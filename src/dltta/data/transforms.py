@@ -1,0 +1,111 @@
+"""1 images. From a file's intensities to what a network was trained on."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dltta.data.case import Case, Dataset, Task
+from dltta.errors import SettingError
+
+Intensity = Literal["none", "scale", "zscore", "imagenet"]
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_SD = (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """Resize to `size` (None keeps the image's), then bring intensities to the network's range.
+
+    `scale` divides by `maximum`; `zscore` gives every channel of every image zero mean and unit variance (a constant
+    channel becomes zero); `imagenet` divides by `maximum` and then normalizes with ImageNet's statistics.
+    """
+
+    intensity: Intensity = "none"
+    maximum: float = 1.0
+    size: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.intensity not in ("none", "scale", "zscore", "imagenet"):
+            raise SettingError(f"intensity must be none, scale, zscore or imagenet, got {self.intensity!r}")
+        if self.maximum <= 0:
+            raise SettingError(f"maximum must be positive, got {self.maximum}")
+
+    @classmethod
+    def from_json(cls, description: dict[str, Any]) -> "Preprocessing":
+        size = description.get("size")
+        return cls(description["intensity"], description["maximum"], None if size is None else tuple(size))
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def image(self, image: Tensor) -> Tensor:
+        """(C, *spatial) as read to (C, *size) as the network takes it."""
+        image = resize(image, self.size) if self.size is not None else image
+        if self.intensity == "zscore":
+            flat = image.flatten(1)
+            mean, sd = flat.mean(1), flat.std(1, unbiased=False)
+            return (image - _per_channel(mean, image)) / _per_channel(sd, image).clamp_min(1e-8)
+        if self.intensity == "imagenet":
+            mean, sd = torch.tensor(IMAGENET_MEAN), torch.tensor(IMAGENET_SD)
+            if len(image) != len(mean):
+                raise SettingError(f"ImageNet statistics are for 3 channels, the image has {len(image)}")
+            return (image / self.maximum - _per_channel(mean, image)) / _per_channel(sd, image)
+        return image / self.maximum if self.intensity == "scale" else image
+
+    def label(self, label: Tensor) -> Tensor:
+        """A dense label (*spatial) to (*size); a class label stays."""
+        if self.size is None or label.ndim == 0:
+            return label
+        return resize_label(label, self.size)
+
+
+def resize(image: Tensor, size: Sequence[int]) -> Tensor:
+    """(C, *spatial) to (C, *size), linearly."""
+    mode = {2: "bilinear", 3: "trilinear"}[image.ndim - 1]
+    return F.interpolate(image[None], size=tuple(size), mode=mode, align_corners=False, antialias=mode == "bilinear")[0]
+
+
+def resize_label(label: Tensor, size: Sequence[int]) -> Tensor:
+    """(*spatial) class numbers to (*size) by the nearest."""
+    return F.interpolate(label[None, None].float(), size=tuple(size), mode="nearest-exact")[0, 0].to(label.dtype)
+
+
+def _per_channel(values: Tensor, image: Tensor) -> Tensor:
+    return values.to(image).view(-1, *[1] * (image.ndim - 1))
+
+
+@dataclass(frozen=True)
+class Preprocessed:
+    """A data set as a network takes it: every image and label preprocessed when asked for."""
+
+    dataset: Dataset
+    preprocessing: Preprocessing
+
+    @property
+    def site(self) -> str:
+        return self.dataset.site
+
+    @property
+    def task(self) -> Task:
+        return self.dataset.task
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.dataset.classes
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Case:
+        case = self.dataset[index]
+        image = self.preprocessing.image(case.image)
+        label = None if case.label is None else self.preprocessing.label(case.label)
+        spacing = case.spacing
+        if spacing is not None and self.preprocessing.size is not None:
+            shrink = zip(spacing, case.image.shape[1:], image.shape[1:], strict=True)
+            spacing = tuple(mm * before / after for mm, before, after in shrink)
+        return replace(case, image=image, label=label, spacing=spacing)

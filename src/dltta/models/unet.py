@@ -1,0 +1,17 @@
+"""2 networks. The paper's U-Net, 2-D and 3-D, on MONAI."""
+
+from monai.networks.nets import BasicUNet
+from torch import nn
+
+
+def unet(spatial_dims: int, in_channels: int, classes: int, *, width: int = 16) -> nn.Module:
+    """Four levels of `width` × (1, 2, 4, 8) channels, a bottleneck of 16 × `width`, transposed convolutions.
+
+    The paper: width 16, that is 16-32-64-128 and 256, batch normalization. Encoder and bottleneck (`conv_0` to
+    `down_4`) are the feature extractor h, the decoder is the head g.
+    """
+    features = (width, 2 * width, 4 * width, 8 * width, 16 * width, width)
+    network: nn.Module = BasicUNet(
+        spatial_dims, in_channels, classes, features, act="relu", norm="batch", upsample="deconv"
+    )
+    return network

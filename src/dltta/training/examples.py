@@ -1,0 +1,110 @@
+"""Source side. Labeled images as training sees them: preprocessed, split by patient, augmented repeatably."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from monai import transforms as mt
+from torch import Tensor
+from torch.utils.data import Dataset as TorchDataset
+
+from dltta.data.case import Case, Dataset
+from dltta.data.transforms import Preprocessing
+from dltta.errors import DataError
+
+Pair = tuple[Tensor, Tensor]  # image (C, *spatial), label (*spatial) or ()
+
+
+class Examples(TorchDataset[Pair]):
+    """Pairs of preprocessed image and label, kept in memory once read.
+
+    `epoch` chooses the random numbers: example i of epoch e of a seed is the same whatever was drawn before it, so a
+    resumed training sees what an uninterrupted one would have seen.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], augment: mt.Compose | None = None, *, seed: int = 0) -> None:
+        self.pairs, self.augment, self.seed, self.epoch = pairs, augment, seed, 0
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> Pair:
+        image, label = self.pairs[index]
+        if self.augment is None:
+            return image, label
+        self.augment.set_random_state(int(np.random.SeedSequence([self.seed, self.epoch, index]).generate_state(1)[0]))
+        dense = label.ndim > 0
+        drawn = self.augment({"image": image, "label": label[None]} if dense else {"image": image})
+        image = torch.as_tensor(drawn["image"])
+        return image, torch.as_tensor(drawn["label"])[0] if dense else label
+
+
+def read_pairs(cases: Sequence[Case], preprocessing: Preprocessing) -> list[Pair]:
+    """Image and label of every case, preprocessed; all of one size, or a `DataError` that names two that differ."""
+    pairs = []
+    for case in cases:
+        if case.label is None:
+            raise DataError(f"{case.site}/{case.name} has no label; source training needs one for every image")
+        pairs.append((preprocessing.image(case.image), preprocessing.label(case.label).long()))
+    return pairs
+
+
+def require_one_size(cases: Sequence[Case], pairs: Sequence[Pair]) -> None:
+    """Whole images of different size cannot share a batch."""
+    for case, (image, _) in zip(cases, pairs, strict=True):
+        if image.shape != pairs[0][0].shape:
+            raise DataError(
+                f"{case.site}/{case.name} is {tuple(image.shape[1:])} but {cases[0].name} is "
+                f"{tuple(pairs[0][0].shape[1:])}; give --size to resize all or --patch to train on crops"
+            )
+
+
+def split_by_group(cases: Sequence[Case], share: float, seed: int) -> tuple[list[int], list[int]]:
+    """Positions for training and validation; all cases of a patient on the same side."""
+    groups = sorted({(case.site, case.group) for case in cases})
+    if share == 0:
+        return list(range(len(cases))), []
+    if len(groups) < 2:
+        raise DataError(
+            f"all {len(cases)} cases belong to one patient, none is left to validate on; use --validation 0"
+        )
+    order = np.random.default_rng([seed, 1]).permutation(len(groups))
+    chosen = {groups[i] for i in order[: max(1, round(share * len(groups)))]}
+    chosen = chosen if len(chosen) < len(groups) else set(sorted(chosen)[:-1])
+    validation = [i for i, case in enumerate(cases) if (case.site, case.group) in chosen]
+    return [i for i in range(len(cases)) if i not in set(validation)], validation
+
+
+def augmentation(
+    kind: Literal["none", "light"], spatial_dims: int, patch: Sequence[int] | None, *, dense: bool
+) -> mt.Compose | None:
+    """MONAI transforms on {"image", "label"}: mirroring, small changes of brightness, contrast and noise; crops.
+
+    No rotation: an image that may be turned cannot be told from a turned one, which is what the rotation head learns.
+    """
+    both = ["image", "label"] if dense else ["image"]
+    crops = [] if patch is None else [mt.SpatialPadd(both, patch), mt.RandSpatialCropd(both, patch, random_size=False)]
+    mirrored = spatial_dims - 1 if spatial_dims == 2 else 0  # left and right
+    changes = [
+        mt.RandFlipd(both, prob=0.5, spatial_axis=mirrored),
+        mt.RandScaleIntensityd("image", factors=0.1, prob=0.3),
+        mt.RandShiftIntensityd("image", offsets=0.05, prob=0.3),
+        mt.RandGaussianNoised("image", prob=0.2, std=0.03),
+    ]
+    steps = crops + (changes if kind == "light" else [])
+    return mt.Compose(steps) if steps else None
+
+
+def gather(sites: Sequence[Dataset]) -> list[Case]:
+    """Every case of every site; task and classes must agree."""
+    first = sites[0]
+    for site in sites[1:]:
+        if (site.task, site.classes) != (first.task, first.classes):
+            raise DataError(
+                f"{site.site} has {site.task} of {site.classes}, {first.site} {first.task} of {first.classes}"
+            )
+    cases = [site[i] for site in sites for i in range(len(site))]
+    if not cases:
+        raise DataError(f"{first.site} has no cases to train on")
+    return cases

@@ -1,0 +1,191 @@
+"""Source side. One loop for every kind of source training: epochs, resume, several processes.
+
+What is trained is a module whose call on (images, labels, random generator) gives a dictionary of losses; their sum is
+minimized with Adam. The loop knows nothing else about it.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from dltta.errors import SettingError, StateError
+from dltta.training.examples import Examples
+
+Row = dict[str, Any]  # one epoch of the history: stage, epoch, mean losses, scores
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which of how many processes this is (`torchrun` says so in the environment)."""
+
+    rank: int = 0
+    world: int = 1
+
+    @classmethod
+    def join(cls, device: torch.device) -> "Ranks":
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        if world == 1:
+            return cls()
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=2))
+        return cls(dist.get_rank(), world)
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def wait(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one stage of training does."""
+
+    stage: str
+    epochs: int
+    batch_size: int  # over all processes together
+    learning_rate: float
+    seed: int
+    workers: int = 0
+
+
+class Journal:
+    """Where a training stands, on disk, so that it can stop at any moment; written after every epoch."""
+
+    def __init__(self, path: Path, fingerprint: dict[str, Any], *, resume: bool) -> None:
+        self.path, self.fingerprint = path, fingerprint
+        self.history: list[Row] = []
+        self._saved: dict[str, Any] | None = None
+        if resume and path.is_file():
+            self._saved = self._read()
+            self.history = list(self._saved["history"])
+
+    @property
+    def stage(self) -> str | None:
+        """The stage that was interrupted, None at the start."""
+        return None if self._saved is None else str(self._saved["stage"])
+
+    def restore(self, stage: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        """Put the saved state back if it is of this stage; how many epochs of it are done."""
+        if self._saved is None or self._saved["stage"] != stage:
+            return 0
+        module.load_state_dict(self._saved["module"])
+        optimizer.load_state_dict(self._saved["optimizer"])
+        return int(self._saved["epoch"])
+
+    def write(self, stage: str, epoch: int, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        state = {
+            "fingerprint": self.fingerprint,
+            "stage": stage,
+            "epoch": epoch,
+            "history": self.history,
+            "module": module.state_dict(),
+            "optimizer": optimizer.state_dict(),
+        }
+        beside = self.path.with_name(f".{self.path.name}.new")
+        torch.save(state, beside)
+        beside.replace(self.path)
+
+    def close(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+    def _read(self) -> dict[str, Any]:
+        saved: dict[str, Any] = torch.load(self.path, map_location="cpu", weights_only=True)
+        old, new = saved["fingerprint"], self.fingerprint
+        changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+        if changed:
+            key = changed[0]
+            raise StateError(
+                f"{self.path} is of a training with {key} = {old.get(key)!r}, now {new.get(key)!r}; "
+                "resume with the same settings or train into another folder"
+            )
+        return saved
+
+
+Report = Callable[[Plan, int, int, int, float], None]  # plan, epoch, batch, batches, running loss
+Finish = Callable[[int, Row], None]  # after each epoch: may add to the row and save
+
+
+def fit(
+    module: nn.Module,
+    examples: Examples,
+    plan: Plan,
+    journal: Journal,
+    *,
+    device: torch.device,
+    ranks: Ranks,
+    report: Report,
+    finish: Finish,
+) -> None:
+    """Train the module's parameters that require gradients; continues where the journal stands."""
+    if plan.batch_size % ranks.world:
+        raise SettingError(f"batch_size {plan.batch_size} cannot be shared by {ranks.world} processes evenly")
+    optimizer = torch.optim.Adam([p for p in module.parameters() if p.requires_grad], lr=plan.learning_rate)
+    done = journal.restore(plan.stage, module, optimizer)
+    wrapped = DistributedDataParallel(module, find_unused_parameters=True) if ranks.world > 1 else module
+    for epoch in range(done + 1, plan.epochs + 1):
+        examples.epoch = epoch
+        generator = torch.Generator().manual_seed(_seed(plan.seed, epoch, ranks.rank))
+        loader = _loader(examples, plan, epoch, ranks)
+        torch.manual_seed(_seed(plan.seed, epoch, ranks.rank))  # dropout
+        module.train()
+        row: Row = {"stage": plan.stage, "epoch": epoch}
+        row.update(_epoch(wrapped, loader, optimizer, generator, device, partial(report, plan, epoch)))
+        if ranks.first:
+            finish(epoch, row)
+            journal.history.append(row)
+            journal.write(plan.stage, epoch, module, optimizer)
+        ranks.wait()
+
+
+def _epoch(
+    module: nn.Module,
+    loader: DataLoader[tuple[Tensor, Tensor]],
+    optimizer: torch.optim.Optimizer,
+    generator: torch.Generator,
+    device: torch.device,
+    report: Callable[[int, int, float], None],
+) -> dict[str, float]:
+    """One pass over the examples; the mean of each loss."""
+    sums: dict[str, float] = {}
+    for number, (images, labels) in enumerate(loader, start=1):
+        losses = module(images.to(device), labels.to(device), generator)
+        optimizer.zero_grad(set_to_none=True)
+        torch.stack(list(losses.values())).sum().backward()
+        optimizer.step()
+        for name, loss in losses.items():
+            sums[name] = sums.get(name, 0.0) + loss.item()
+        report(number, len(loader), sum(sums.values()) / number)
+    return {name: total / len(loader) for name, total in sums.items()}
+
+
+def _loader(examples: Examples, plan: Plan, epoch: int, ranks: Ranks) -> DataLoader[tuple[Tensor, Tensor]]:
+    return DataLoader(
+        examples, batch_sampler=list(_batches(len(examples), plan, epoch, ranks)), num_workers=plan.workers
+    )
+
+
+def _batches(count: int, plan: Plan, epoch: int, ranks: Ranks) -> Iterator[list[int]]:
+    """The share that this process has of every batch, in an order that only seed and epoch decide."""
+    order = np.random.default_rng([plan.seed, 2, epoch]).permutation(count).tolist()
+    order = order[: max(ranks.world, count - count % ranks.world)]  # every process takes part in every batch
+    for start in range(0, len(order), plan.batch_size):
+        if share := order[start : start + plan.batch_size][ranks.rank :: ranks.world]:
+            yield share
+
+
+def _seed(*numbers: int) -> int:
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])

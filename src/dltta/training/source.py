@@ -1,0 +1,270 @@
+"""Source side. Trains the task network on labeled source images — Eq. (1) — and what TTT and ATTA need beside it."""
+
+import copy
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dltta.data.case import Dataset, Task
+from dltta.data.transforms import Preprocessing
+from dltta.errors import DataError, SettingError, StateError
+from dltta.models.architecture import Architecture
+from dltta.models.autoencoders import DENSENET_LEVELS, UNET_LEVELS, AutoEncoders, Watch
+from dltta.models.features import find_feature_layer
+from dltta.models.loading import Checkpoint, Reconstructions, Rotation, load_checkpoint, save_checkpoint
+from dltta.models.rotation import TURNS, RotationHead, rotation_loss
+from dltta.models.shared import encode, shared_parameters
+from dltta.training.examples import Examples, Pair, augmentation, gather, read_pairs, require_one_size, split_by_group
+from dltta.training.fit import Journal, Plan, Ranks, Report, Row, fit
+from dltta.training.settings import LEARNING_RATES, TrainingSettings
+from dltta.training.task import TaskLoss, validation_score
+
+LEVELS = {"unet": UNET_LEVELS, "densenet121": DENSENET_LEVELS, "densenet_small": DENSENET_LEVELS}
+Log = Callable[[Row], None]
+
+
+class TaskTraining(nn.Module):
+    """The task loss and, with a rotation head, the rotation loss with equal weight (Sun et al. 2020)."""
+
+    def __init__(self, model: nn.Module, loss: TaskLoss, rotation: Rotation | None) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+        self.head = rotation.head if rotation is not None else None
+        self.layer = rotation.layer if rotation is not None else ""
+
+    def forward(self, images: Tensor, labels: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        losses = {"task": self.loss(self.model(images), labels)}
+        if self.head is not None:
+            turns = torch.randint(len(TURNS), (len(images),), generator=generator).to(images.device)
+            losses["rotation"] = rotation_loss(self.model, self.head, self.layer, images, turns)
+        return losses
+
+
+class ReconstructionTraining(nn.Module):
+    """The reconstruction errors of the auto-encoders; the task network is frozen and in evaluation mode (ATTA)."""
+
+    def __init__(self, model: nn.Module, parts: Reconstructions) -> None:
+        super().__init__()
+        self.model, self.autoencoders = model.requires_grad_(False), parts.autoencoders
+        self.watch = Watch(parts.levels)
+        self.watch.attach(self.model)
+
+    def forward(self, images: Tensor, labels: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        self.model.eval()
+        with torch.enable_grad():  # the watch looks only then; nothing in the frozen network records a graph
+            self.model(images)
+        return self.autoencoders.errors({name: seen.detach() for name, seen in self.watch.take().items()})
+
+
+@dataclass
+class SourceTraining:
+    """Everything one source training needs; `run` trains and leaves a checkpoint folder.
+
+    The folder holds the best network so far (by validation on source images; the last one without validation) and, in
+    `last/`, the last. After every epoch `resume.pt` says where the training stands; it goes when all is done.
+    """
+
+    sites: Sequence[Dataset]
+    architecture: Architecture
+    preprocessing: Preprocessing
+    settings: TrainingSettings
+    folder: Path
+    device: torch.device
+    resume: bool = False
+    report: Report = lambda *at: None
+    log: Log = lambda row: None
+
+    def run(self) -> Checkpoint:
+        if self.resume and not (self.folder / "resume.pt").is_file() and (self.folder / "model.json").is_file():
+            return self._finished()
+        self._read()
+        self.ranks = Ranks.join(self.device)
+        if self.ranks.first:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        self.journal = Journal(self.folder / "resume.pt", self._fingerprint(), resume=self.resume)
+        if self.journal.stage in (None, "task"):
+            self._train_task()
+        best = load_checkpoint(self.folder)
+        if "atta" in self.settings.with_:
+            best = self._train_autoencoders(best)
+        if self.ranks.first:
+            self.journal.close()
+        return best
+
+    def _finished(self) -> Checkpoint:
+        checkpoint = load_checkpoint(self.folder)
+        if checkpoint.record.get("fingerprint") != self._fingerprint():
+            raise StateError(f"{self.folder} holds a model trained with other settings; train into another folder")
+        return checkpoint
+
+    def _read(self) -> None:
+        cases = gather(self.sites)
+        pairs = read_pairs(cases, self.preprocessing)
+        if self.settings.patch is None:
+            require_one_size(cases, pairs)
+        training, validation = split_by_group(cases, self.settings.validation, self.settings.seed)
+        self.task: Task = self.sites[0].task
+        self.classes = self.sites[0].classes
+        augment = augmentation(
+            self.settings.augmentation,
+            self.architecture.spatial_dims,
+            self.settings.patch,
+            dense=self.task == "segmentation",
+        )
+        self.training = Examples([pairs[i] for i in training], augment, seed=self.settings.seed)
+        self.validation: list[Pair] = [pairs[i] for i in validation]
+        self.counts = {"cases": len(cases), "training": len(training), "validation": len(validation)}
+        if self.architecture.classes != len(self.classes) or self.architecture.in_channels != len(pairs[0][0]):
+            raise DataError(
+                f"the network takes {self.architecture.in_channels} channels and knows {self.architecture.classes} "
+                f"classes, the images have {len(pairs[0][0])} channels and {len(self.classes)} classes"
+            )
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What must be the same for a training to be continued; as JSON gives it back."""
+        return {
+            "sites": [[site.site, len(site)] for site in self.sites],
+            "architecture": self.architecture.as_json(),
+            "preprocessing": _plain(self.preprocessing.as_json()),
+            **_plain(self.settings.as_json()),
+        }
+
+    def _train_task(self) -> None:
+        model = self.architecture.build(seed=self.settings.seed).to(self.device)
+        sample = self._sample()
+        rotation = self._rotation(model, sample) if "ttt" in self.settings.with_ else None
+        module = TaskTraining(model, TaskLoss(self.settings.loss), rotation).to(self.device)
+        scores = [row["score"] for row in self.journal.history if row["score"] is not None]
+        best = max(scores, default=-math.inf)
+        started = time.perf_counter()
+
+        def finish(epoch: int, row: Row) -> None:
+            nonlocal best
+            row["score"] = self._score(model)
+            row["seconds"] = time.perf_counter() - started
+            self.log(row)
+            record = self._record(row, [*self.journal.history, row])
+            checkpoint = Checkpoint(
+                model, self.architecture, self.task, self.classes, self.preprocessing, record, rotation
+            )
+            save_checkpoint(self.folder / "last", checkpoint)
+            if row["score"] is None or row["score"] > best:
+                best = -math.inf if row["score"] is None else row["score"]
+                save_checkpoint(self.folder, checkpoint)
+
+        rate = self.settings.learning_rate or LEARNING_RATES[self.task]
+        plan = Plan(
+            "task", self.settings.epochs, self.settings.batch_size, rate, self.settings.seed, self.settings.workers
+        )
+        self._fit(module, plan, finish)
+
+    def _train_autoencoders(self, trained: Checkpoint) -> Checkpoint:
+        parts = self._reconstructions(trained)
+        module = ReconstructionTraining(trained.model, parts).to(self.device)
+        held_out = self.validation or self.training.pairs
+        initial = _mean_error(module, held_out, self.device)
+        started = time.perf_counter()
+
+        def finish(epoch: int, row: Row) -> None:
+            row["initial"] = initial if epoch == 1 else self.journal.history[-1]["initial"]
+            row["validation"] = _mean_error(module, held_out, self.device)
+            row["score"] = None
+            row["seconds"] = time.perf_counter() - started
+            self.log(row)
+
+        settings = self.settings
+        plan = Plan(
+            "atta",
+            settings.autoencoder_epochs,
+            settings.autoencoder_batch * self.ranks.world,
+            settings.autoencoder_rate,
+            settings.seed,
+            settings.workers,
+        )
+        self._fit(module, plan, finish)
+        if self.ranks.first:
+            record = {**trained.record, "history": self.journal.history}
+            save_checkpoint(self.folder, replace(trained, record=record, reconstructions=parts))
+        self.ranks.wait()
+        return load_checkpoint(self.folder)
+
+    def _fit(self, module: nn.Module, plan: Plan, finish: Callable[[int, Row], None]) -> None:
+        fit(
+            module,
+            self.training,
+            plan,
+            self.journal,
+            device=self.device,
+            ranks=self.ranks,
+            report=self.report,
+            finish=finish,
+        )
+
+    def _sample(self) -> Tensor:
+        """One training image as the network gets it, (1, C, *spatial)."""
+        self.training.epoch = 0
+        return self.training[0][0][None].to(self.device)
+
+    def _rotation(self, model: nn.Module, sample: Tensor) -> Rotation:
+        layer = find_feature_layer(model.eval(), sample)
+        shared = tuple(shared_parameters(model, layer, sample))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.settings.seed)
+            with torch.no_grad():
+                head = RotationHead(encode(model, layer, sample).shape[1], self.settings.rotation_hidden)
+        return Rotation(head.to(self.device), layer, shared)
+
+    def _reconstructions(self, trained: Checkpoint) -> Reconstructions:
+        levels = LEVELS.get(self.architecture.name)
+        if levels is None:
+            raise SettingError(f"ATTA does not know the levels of {self.architecture.name!r}")
+        probe = copy.deepcopy(trained.model).to(self.device).requires_grad_(False).eval()
+        channels: list[int] = []
+        for layer in levels.adapted:
+            probe.get_submodule(layer).register_forward_hook(lambda m, i, output: channels.append(output.shape[1]))
+        watch = Watch(levels)
+        watch.attach(probe)
+        with torch.enable_grad():
+            probe(self._sample())
+        shapes = {name: tuple(seen.shape[1:]) for name, seen in watch.take().items()}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.settings.seed)
+            autoencoders = AutoEncoders(shapes, width=self.settings.autoencoder_width)
+        return Reconstructions(autoencoders.to(self.device), levels, tuple(channels))
+
+    def _score(self, model: nn.Module) -> float | None:
+        if not self.validation:
+            return None
+        return validation_score(model, self.validation, self.task, len(self.classes), self.settings.patch)
+
+    def _record(self, row: Row, history: list[Row]) -> dict[str, Any]:
+        return {
+            "sites": [site.site for site in self.sites],
+            **self.counts,
+            "metric": "dice" if self.task == "segmentation" else "accuracy",
+            "epoch": row["epoch"],
+            "score": row["score"],
+            "history": history,
+            "fingerprint": self._fingerprint(),
+        }
+
+
+@torch.no_grad()
+def _mean_error(module: ReconstructionTraining, pairs: Sequence[Pair], device: torch.device) -> float:
+    """Sum of the auto-encoders' errors, mean over the images."""
+    module.eval()
+    total = 0.0
+    for image, label in pairs:
+        errors = module(image[None].to(device), label, torch.Generator())
+        total += sum(error.item() for error in errors.values())
+    return total / len(pairs)
+
+
+def _plain(description: dict[str, Any]) -> dict[str, Any]:
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in description.items()}

@@ -1,0 +1,47 @@
+"""Source side. The supervised loss L_m of Eq. (1) and how good a network is on labeled images."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from monai.inferers import sliding_window_inference
+from monai.losses import DiceLoss
+from torch import Tensor, nn
+
+from dltta.data.case import Task
+from dltta.evaluation.metrics import dice_per_class, mean_defined
+from dltta.training.examples import Pair
+
+
+class TaskLoss(nn.Module):
+    """Cross-entropy, mean over the batch and its positions; "ce+dice" adds soft Dice over the foreground classes."""
+
+    def __init__(self, kind: Literal["ce", "ce+dice"]) -> None:
+        super().__init__()
+        self.dice = DiceLoss(include_background=False, to_onehot_y=True, softmax=True) if kind == "ce+dice" else None
+
+    def forward(self, logits: Tensor, label: Tensor) -> Tensor:
+        loss = F.cross_entropy(logits, label)
+        return loss if self.dice is None else loss + self.dice(logits, label[:, None])
+
+
+@torch.no_grad()
+def validation_score(
+    model: nn.Module, pairs: Sequence[Pair], task: Task, classes: int, patch: Sequence[int] | None = None
+) -> float:
+    """Mean foreground Dice over the images, or accuracy, by the network in evaluation mode; both from 0 to 1."""
+    model.eval()
+    device = next(model.parameters()).device
+    scores = []
+    for image, label in pairs:
+        x = image[None].to(device)
+        if patch is None:
+            answer = model(x)[0].argmax(0).cpu()
+        else:
+            answer = sliding_window_inference(x, patch, 1, model, overlap=0.25)[0].argmax(0).cpu()
+        if task == "classification":
+            scores.append(float(answer == label))
+        else:
+            scores.append(mean_defined(dice_per_class(answer, label, classes)))
+    return mean_defined(scores)

@@ -1,0 +1,89 @@
+import pytest
+import torch
+
+from dltta import Exponential, Fixed, Proportional
+from dltta.config import (
+    AdaptationSettings,
+    TrainConfig,
+    build,
+    default_architecture,
+    default_preprocessing,
+    make_rate,
+    open_dataset,
+    read_toml,
+)
+from dltta.data.transforms import Preprocessing
+from dltta.errors import DataError, SettingError
+from dltta.experiment import Experiment
+from dltta.training import TrainingSettings
+
+
+def test_a_wrong_key_fails_with_the_right_spelling():
+    with pytest.raises(SettingError, match=r"no key in \[training\] 'epoch'; did you mean 'epochs'"):
+        build(TrainingSettings, {"epoch": 3}, "[training]")
+    with pytest.raises(SettingError, match="no key in file.toml 'site'; did you mean 'sites'"):
+        build(TrainConfig, {"site": []}, "file.toml")
+
+
+def test_values_of_the_wrong_type_or_choice_fail():
+    with pytest.raises(SettingError, match=r"epochs in \[training\] must be int, got 'ten'"):
+        build(TrainingSettings, {"epochs": "ten"}, "[training]")
+    with pytest.raises(SettingError, match="must be int, got True"):
+        build(TrainingSettings, {"epochs": True}, "[training]")
+    with pytest.raises(SettingError, match=r"loss in \[training\] must be one of ce, ce\+dice, got 'dice'"):
+        build(TrainingSettings, {"loss": "dice"}, "[training]")
+    with pytest.raises(SettingError, match="lacks the key 'source'"):
+        build(Experiment, {"targets": ["a"], "output": "o"}, "file.toml")
+
+
+def test_a_table_becomes_settings():
+    settings = build(TrainingSettings, {"epochs": 3, "learning_rate": 1, "with": ["ttt"], "patch": [8, 8]}, "x")
+    assert (settings.epochs, settings.learning_rate, settings.with_, settings.patch) == (3, 1, ("ttt",), (8, 8))
+
+
+def test_files_that_are_not_toml(tmp_path):
+    with pytest.raises(SettingError, match="cannot read"):
+        read_toml(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("a = ")
+    with pytest.raises(SettingError, match="is not TOML"):
+        read_toml(tmp_path / "bad.toml")
+
+
+def test_the_papers_settings_fill_what_was_not_given():
+    segmentation = AdaptationSettings().for_task("segmentation")
+    assert (segmentation.alpha, segmentation.batch_size, segmentation.memory().capacity) == (1e-3, 1, 20)
+    assert segmentation.memory().neighbors == 8
+    classification = AdaptationSettings().for_task("classification")
+    assert (classification.alpha, classification.batch_size, classification.memory().capacity) == (3e-4, 200, 800)
+    assert classification.memory().neighbors == 12
+    assert AdaptationSettings(batch_size=16).for_task("classification").memory().capacity == 64
+
+
+def test_rates_by_name():
+    assert make_rate("fixed", 0.1) == Fixed(0.1)
+    assert make_rate("dynamic", 0.1) == Proportional(0.1)
+    assert make_rate("exponential", 0.1) == Exponential(0.1)
+    with pytest.raises(SettingError, match="no rate 'dynamc'; did you mean 'dynamic'"):
+        make_rate("dynamc", 0.1)
+
+
+def test_phantom_sites_by_name():
+    dataset = open_dataset("phantom:oct:cirrus:3:7")
+    assert (len(dataset), dataset.site) == (3, "cirrus")
+    assert not torch.equal(dataset[0].image, open_dataset("phantom:oct:cirrus:3")[0].image)
+    assert default_preprocessing(dataset) == Preprocessing()
+    assert default_architecture(dataset).as_json() == {
+        "name": "unet", "spatial_dims": 2, "in_channels": 1, "classes": 9, "options": {},
+    }  # fmt: skip
+    for bad in ("phantom:oct:cirrus", "phantom:oct:cirrus:many"):
+        with pytest.raises(SettingError, match="is not phantom:TASK:SITE:COUNT"):
+            open_dataset(bad)
+    with pytest.raises(DataError, match="there is no folder"):
+        open_dataset("no/such/folder")
+
+
+def test_an_experiment_names_what_it_does_not_know():
+    with pytest.raises(SettingError, match="no method 'tnet'; did you mean 'tent'"):
+        Experiment(("a",), ("b",), "out", methods=("tnet",))
+    with pytest.raises(SettingError, match="at least one source"):
+        Experiment((), ("b",), "out")

@@ -1,0 +1,120 @@
+"""A whole experiment: run, interrupt, continue, and every number from the streams."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import dltta.experiment
+from dltta.config import AdaptationSettings
+from dltta.errors import DataError
+from dltta.evaluation import Results
+from dltta.experiment import Experiment, run_experiment
+from dltta.training import TrainingSettings
+
+
+def small(folder, **options):
+    settings = {
+        "source": ("phantom:oct:spectralis:6",),
+        "targets": ("phantom:oct:cirrus:4:1",),
+        "output": str(folder),
+        "network_options": {"width": 4},
+        "methods": ("source", "tent"),
+        "examples": 2,
+        "training": TrainingSettings(epochs=1, batch_size=2, validation=0.34),
+        "adaptation": AdaptationSettings(batches_kept=2, neighbors=1),
+        **options,
+    }
+    return Experiment(**settings)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("experiment")
+    return folder, run_experiment(small(folder))
+
+
+def without_seconds(path):
+    document = json.loads(path.read_text())
+    for stream in document["streams"]:
+        for case in stream["cases"]:
+            case.pop("seconds")
+    return document
+
+
+def test_every_stream_is_there_once(finished):
+    _, results = finished
+    kinds = [(s.source, s.target, s.method, s.rate) for s in results.streams]
+    assert kinds == [
+        ("spectralis", "spectralis", "source", "none"),
+        ("spectralis", "cirrus", "source", "none"),
+        ("spectralis", "cirrus", "tent", "fixed"),
+        ("spectralis", "cirrus", "tent", "dynamic"),
+    ]
+    assert [len(s.cases) for s in results.streams[1:]] == [4, 4, 4]
+    dynamic = results.streams[3].cases
+    assert [case.discrepancy is None for case in dynamic] == [True, True, False, False]
+    assert dynamic[3].rate == pytest.approx(1e-3 * dynamic[3].discrepancy)
+
+
+def test_outputs_are_written(finished):
+    folder, results = finished
+    assert Results.load(folder / "results.json").streams == results.streams
+    assert {"table.md", "table.tex", "table.csv", "report.html"} <= {path.name for path in folder.iterdir()}
+    assert "cirrus" in (folder / "table.md").read_text()
+
+
+def test_a_second_run_runs_nothing_and_changes_no_byte(finished, monkeypatch):
+    folder, _ = finished
+    before = {name: (folder / name).read_bytes() for name in ("results.json", "table.md", "report.html")}
+    monkeypatch.setattr(dltta.experiment, "run_job", lambda *job: pytest.fail("a finished stream was run again"))
+    run_experiment(small(folder))
+    assert before == {name: (folder / name).read_bytes() for name in before}
+
+
+def test_an_interrupted_experiment_continues_with_what_is_missing(finished, tmp_path, monkeypatch):
+    folder, _ = finished
+    real, ran = dltta.experiment.run_job, []
+
+    def third_fails(bench, job, device):
+        if len(ran) == 2:
+            raise KeyboardInterrupt
+        ran.append(job)
+        real(bench, job, device)
+
+    monkeypatch.setattr(dltta.experiment, "run_job", third_fails)
+    with pytest.raises(KeyboardInterrupt):
+        run_experiment(small(tmp_path))
+    monkeypatch.setattr(dltta.experiment, "run_job", lambda *job: (ran.append(job[1]), real(*job)))
+    run_experiment(small(tmp_path))
+    assert len(ran) == len(set(ran)) == 4
+    assert without_seconds(tmp_path / "results.json") == without_seconds(folder / "results.json")
+
+
+def test_other_settings_run_other_streams(finished, tmp_path, monkeypatch):
+    folder, _ = finished
+    ran = []
+    real = dltta.experiment.run_job
+    monkeypatch.setattr(dltta.experiment, "run_job", lambda *job: (ran.append(job[1].method), real(*job)))
+    run_experiment(small(folder, adaptation=AdaptationSettings(alpha=5e-3, batches_kept=2, neighbors=1)))
+    assert len(ran) == 4
+
+
+def test_orders_differ_and_are_shared_by_methods(tmp_path):
+    results = run_experiment(small(tmp_path, orders=2, methods=("source", "ptbn")))
+    at_target = [s for s in results.streams if s.target == "cirrus"]
+    orders = {(s.method, s.order): [case.case for case in s.cases] for s in at_target}
+    assert orders["source", 0] == orders["ptbn", 0] != orders["source", 1] == orders["ptbn", 1]
+
+
+def test_targets_of_another_task_fail_before_anything_is_trained(tmp_path):
+    with pytest.raises(DataError, match="hospital_1 has classification"):
+        run_experiment(small(tmp_path / "out", targets=("phantom:histology:hospital_1:2",)))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_processes_give_the_same_results_as_one(finished, tmp_path):
+    folder, _ = finished
+    run_experiment(replace(small(folder), output=str(tmp_path)), processes=2)
+    assert without_seconds(tmp_path / "results.json") == without_seconds(folder / "results.json")
