@@ -39,10 +39,19 @@ def test_nuclei_are_darker_than_what_surrounds_them_in_every_hospital():
 def test_optical_densities_add_as_beer_and_lambert_say():
     flat = np.ones((8, 8), dtype=np.float32)
     tissue = Tissue(np.array(0), nuclei=flat > 0, hematoxylin=flat, eosin=2 * flat)
-    scope = Microscope((0.5, 1.0, 0.2), (0.1, 0.3, 0.0), 1.0, 0.5, (1.0, 0.9, 0.8), blur=0, shading=0, noise=0)
+    scope = Microscope((0.5, 1.0, 0.2), (0.1, 0.3, 0.0), 1.0, 0.5, (1.0, 0.9, 0.8), blur=0, fringe=0, shading=0, noise=0)
     picture = scope.acquire(tissue, np.random.default_rng(0))
     by_hand = [np.exp(-0.6), 0.9 * np.exp(-1.3), 0.8 * np.exp(-0.2)]
     np.testing.assert_allclose(picture.mean(axis=(1, 2)), by_hand, rtol=1e-5)
+
+
+def test_red_and_blue_are_displaced_against_each_other_along_the_rows():
+    flat, edge = np.ones((8, 8), dtype=np.float32), np.zeros((8, 8), dtype=np.float32)
+    edge[4:] = 1.0
+    tissue = Tissue(np.array(0), nuclei=edge > 0, hematoxylin=edge, eosin=0 * flat)
+    scope = Microscope((1.0, 1.0, 1.0), (0, 0, 0), 1.0, 1.0, (1.0, 1.0, 1.0), blur=0, fringe=2, shading=0, noise=0)
+    dark = (scope.acquire(tissue, np.random.default_rng(0)) < 0.5).all(axis=2)  # (3, rows)
+    assert [int(rows.argmax()) for rows in dark] == [5, 4, 3]
 
 
 def test_patches_of_one_patient_share_the_stain_and_patients_differ():

@@ -91,11 +91,13 @@ class SourceTraining:
         if self.journal.stage in (None, "task"):
             self._train_task()
         best = load_checkpoint(self.folder)
-        if "atta" in self.settings.with_:
-            best = self._train_autoencoders(best)
+        parts = self._train_autoencoders(best) if "atta" in self.settings.with_ else None
         if self.ranks.first:
+            record = {**best.record, "history": self.journal.history}
+            save_checkpoint(self.folder, replace(best, record=record, reconstructions=parts))
             self.journal.close()
-        return best
+        self.ranks.wait()
+        return load_checkpoint(self.folder)
 
     def _finished(self) -> Checkpoint:
         checkpoint = load_checkpoint(self.folder)
@@ -164,10 +166,10 @@ class SourceTraining:
         )
         self._fit(module, plan, finish)
 
-    def _train_autoencoders(self, trained: Checkpoint) -> Checkpoint:
+    def _train_autoencoders(self, trained: Checkpoint) -> Reconstructions:
         parts = self._reconstructions(trained)
-        module = ReconstructionTraining(trained.model, parts).to(self.device)
-        held_out = self.validation or self.training.pairs
+        module = ReconstructionTraining(copy.deepcopy(trained.model), parts).to(self.device)
+        held_out = self._as_trained_on(self.validation or self.training.pairs)
         initial = _mean_error(module, held_out, self.device)
         started = time.perf_counter()
 
@@ -188,11 +190,7 @@ class SourceTraining:
             settings.workers,
         )
         self._fit(module, plan, finish)
-        if self.ranks.first:
-            record = {**trained.record, "history": self.journal.history}
-            save_checkpoint(self.folder, replace(trained, record=record, reconstructions=parts))
-        self.ranks.wait()
-        return load_checkpoint(self.folder)
+        return parts
 
     def _fit(self, module: nn.Module, plan: Plan, finish: Callable[[int, Row], None]) -> None:
         fit(
@@ -205,6 +203,12 @@ class SourceTraining:
             report=self.report,
             finish=finish,
         )
+
+    def _as_trained_on(self, pairs: Sequence[Pair]) -> list[Pair]:
+        """Whole images, or one crop of each where the network only ever sees crops; always the same ones."""
+        dims, dense = self.architecture.spatial_dims, self.task == "segmentation"
+        crops = Examples(pairs, augmentation("none", dims, self.settings.patch, dense=dense), seed=self.settings.seed)
+        return [crops[index] for index in range(len(crops))]
 
     def _sample(self) -> Tensor:
         """One training image as the network gets it, (1, C, *spatial)."""

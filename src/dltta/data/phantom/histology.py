@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.ndimage import gaussian_filter
+from scipy.ndimage import gaussian_filter, shift
 
 from dltta.data.phantom.fields import Array, positions, smooth_field
 from dltta.data.phantom.modality import Modality, Site, Size
@@ -128,6 +128,7 @@ class Microscope:
     counterstain: float  # how much eosin
     white: RGB  # color of an empty slide
     blur: float  # pixels, standard deviation
+    fringe: float  # pixels by which a line scanner displaces red against blue along its way; gives patches an "up"
     shading: float  # how much darker the far corner is
     noise: float  # of the camera, standard deviation
 
@@ -140,6 +141,8 @@ class Microscope:
         colors = np.array([self.hematoxylin, self.eosin], dtype=np.float32)
         light = np.exp(-np.einsum("dc,dhw->chw", colors, dyes)) * np.array(self.white, dtype=np.float32)[:, None, None]
         light *= self._illumination(rng, anatomy.eosin.shape)
+        light[0] = shift(light[0], (self.fringe / 2, 0), order=1, mode="nearest")
+        light[2] = shift(light[2], (-self.fringe / 2, 0), order=1, mode="nearest")
         picture = gaussian_filter(light, (0, self.blur, self.blur)) + rng.normal(0, self.noise, light.shape)
         return np.asarray(np.clip(picture, 0, 1), dtype=np.float32)
 
@@ -152,24 +155,24 @@ class Microscope:
 
 SITES = {
     "hospital_0": Site(  # violet nuclei, pink background
-        Microscope((0.85, 1.00, 0.45), (0.10, 0.80, 0.35), 0.9, 0.50, (0.94, 0.93, 0.94), 0.4, 0.0, 0.010),
-        Microscope((0.85, 1.00, 0.45), (0.10, 0.80, 0.35), 1.2, 0.70, (0.97, 0.96, 0.97), 0.7, 0.08, 0.015),
+        Microscope((0.85, 1.00, 0.45), (0.10, 0.80, 0.35), 0.9, 0.50, (0.94, 0.93, 0.94), 0.4, 1.0, 0.0, 0.010),
+        Microscope((0.85, 1.00, 0.45), (0.10, 0.80, 0.35), 1.2, 0.70, (0.97, 0.96, 0.97), 0.7, 1.4, 0.08, 0.015),
     ),
     "hospital_1": Site(  # close to the source, a little paler
-        Microscope((0.85, 1.00, 0.50), (0.12, 0.75, 0.30), 0.75, 0.40, (0.93, 0.92, 0.90), 0.5, 0.0, 0.010),
-        Microscope((0.90, 0.95, 0.55), (0.15, 0.80, 0.35), 1.00, 0.65, (0.98, 0.96, 0.94), 0.9, 0.10, 0.020),
+        Microscope((0.85, 1.00, 0.50), (0.12, 0.75, 0.30), 0.75, 0.40, (0.93, 0.92, 0.90), 0.5, 1.0, 0.0, 0.010),
+        Microscope((0.90, 0.95, 0.55), (0.15, 0.80, 0.35), 1.00, 0.65, (0.98, 0.96, 0.94), 0.9, 1.4, 0.10, 0.020),
     ),
     "hospital_2": Site(  # much eosin
-        Microscope((0.75, 1.00, 0.50), (0.10, 0.90, 0.45), 0.8, 0.55, (0.94, 0.90, 0.90), 0.5, 0.0, 0.010),
-        Microscope((0.80, 1.05, 0.55), (0.15, 0.95, 0.50), 1.1, 0.95, (0.98, 0.94, 0.94), 0.9, 0.12, 0.020),
+        Microscope((0.75, 1.00, 0.50), (0.10, 0.90, 0.45), 0.8, 0.55, (0.94, 0.90, 0.90), 0.5, 1.0, 0.0, 0.010),
+        Microscope((0.80, 1.05, 0.55), (0.15, 0.95, 0.50), 1.1, 0.95, (0.98, 0.94, 0.94), 0.9, 1.4, 0.12, 0.020),
     ),
     "hospital_3": Site(  # blue, pale, out of focus
-        Microscope((1.00, 0.80, 0.30), (0.20, 0.70, 0.25), 0.50, 0.30, (0.86, 0.88, 0.95), 0.8, 0.05, 0.015),
-        Microscope((1.10, 0.85, 0.35), (0.25, 0.80, 0.30), 0.85, 0.60, (0.92, 0.94, 0.99), 1.3, 0.20, 0.030),
+        Microscope((1.00, 0.80, 0.30), (0.20, 0.70, 0.25), 0.50, 0.30, (0.86, 0.88, 0.95), 0.8, 1.0, 0.05, 0.015),
+        Microscope((1.10, 0.85, 0.35), (0.25, 0.80, 0.30), 0.85, 0.60, (0.92, 0.94, 0.99), 1.3, 1.4, 0.20, 0.030),
     ),
     "hospital_4": Site(  # everything stained heavily, which varies from patient to patient
-        Microscope((0.90, 1.10, 0.60), (0.15, 0.90, 0.45), 1.1, 0.70, (0.85, 0.82, 0.84), 0.5, 0.05, 0.010),
-        Microscope((1.00, 1.20, 0.70), (0.30, 1.00, 0.55), 1.9, 1.50, (0.95, 0.92, 0.94), 1.0, 0.25, 0.025),
+        Microscope((0.90, 1.10, 0.60), (0.15, 0.90, 0.45), 1.1, 0.70, (0.85, 0.82, 0.84), 0.5, 1.0, 0.05, 0.010),
+        Microscope((1.00, 1.20, 0.70), (0.30, 1.00, 0.55), 1.9, 1.50, (0.95, 0.92, 0.94), 1.0, 1.4, 0.25, 0.025),
     ),
 }
 
