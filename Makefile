@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 
 .PHONY: help setup test test-slow lint format demo clean
 help:
-	@echo "make demo       train at a synthetic hospital A, adapt to hospital B, open runs/demo/report.html"
+	@echo "make demo       train at a synthetic hospital A, adapt to hospital B; see runs/demo/oct/report.html"
 	@echo "make test       build .venv and run the tests"
 	@echo "make test-slow  the long tests"
 	@echo "make lint       ruff and mypy --strict"

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from dltta.evaluation import Results, by_target, markdown
+
 README = Path(__file__).parent.parent / "README.md"
 
 
@@ -13,3 +15,16 @@ def test_quickstart_runs_and_says_what_it_promises(capsys):
     assert scope["step"].logits.shape == (1, 2, 64, 64)
     assert scope["step"].rate == 1e-3 * scope["step"].discrepancy
     assert re.fullmatch(r"discrepancy [\d.e-]+ → learning rate [\d.e-]+\n", capsys.readouterr().out)
+
+
+def test_table_is_the_one_that_the_results_give():
+    results = Results.load(README.parent / "docs" / "results" / "demo_oct.json")
+    shown = README.read_text().split("<!-- demo table -->")[1].split("<!-- end of demo table -->")[0]
+    assert shown.strip() == markdown(by_target(results)).strip()
+
+
+def test_links_lead_somewhere():
+    pages = [README, *sorted((README.parent / "docs").glob("*.md"))]
+    for page in pages:
+        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name} links to {link}"

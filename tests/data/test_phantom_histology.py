@@ -39,7 +39,8 @@ def test_nuclei_are_darker_than_what_surrounds_them_in_every_hospital():
 def test_optical_densities_add_as_beer_and_lambert_say():
     flat = np.ones((8, 8), dtype=np.float32)
     tissue = Tissue(np.array(0), nuclei=flat > 0, hematoxylin=flat, eosin=2 * flat)
-    scope = Microscope((0.5, 1.0, 0.2), (0.1, 0.3, 0.0), 1.0, 0.5, (1.0, 0.9, 0.8), blur=0, fringe=0, shading=0, noise=0)
+    dyes = (0.5, 1.0, 0.2), (0.1, 0.3, 0.0)
+    scope = Microscope(*dyes, 1.0, 0.5, (1.0, 0.9, 0.8), blur=0, fringe=0, shading=0, noise=0)
     picture = scope.acquire(tissue, np.random.default_rng(0))
     by_hand = [np.exp(-0.6), 0.9 * np.exp(-1.3), 0.8 * np.exp(-0.2)]
     np.testing.assert_allclose(picture.mean(axis=(1, 2)), by_hand, rtol=1e-5)

@@ -14,7 +14,7 @@ from dltta.evaluation.metrics import (
 )
 from dltta.evaluation.provenance import Provenance, checksum
 from dltta.evaluation.report import render_report, write_report
-from dltta.evaluation.results import Results, Stream, SummaryRow, write_atomically
+from dltta.evaluation.results import Results, Stream, SummaryRow
 from dltta.evaluation.run import CaseRecord, Steps, StreamRecord, run_stream
 from dltta.evaluation.tables import Table, by_metric, by_target, method_label
 
@@ -52,6 +52,5 @@ __all__ = [
     "score_segmentation",
     "sentences",
     "worst_site",
-    "write_atomically",
     "write_report",
 ]

@@ -12,7 +12,7 @@ from string import Template
 from dltta.evaluation import figures, formats, pictures
 from dltta.evaluation.examples import Example
 from dltta.evaluation.headline import Finding, find, hardest_pair, sentences
-from dltta.evaluation.results import SOURCE, Results, write_atomically
+from dltta.evaluation.results import SOURCE, Results
 from dltta.evaluation.tables import (
     NAMES,
     Cell,
@@ -29,6 +29,7 @@ from dltta.evaluation.tables import (
     primary_metric,
     targets,
 )
+from dltta.files import write_atomically
 
 
 def write_report(

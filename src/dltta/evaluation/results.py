@@ -6,9 +6,7 @@ from the streams. Strict JSON: what has no value (`nan`) is `null`. Same results
 
 import json
 import math
-import os
 import statistics
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -19,6 +17,7 @@ from dltta.errors import DataError, SettingError
 from dltta.evaluation.metrics import Unit, mean_defined
 from dltta.evaluation.provenance import Provenance
 from dltta.evaluation.run import CaseRecord, StreamRecord
+from dltta.files import write_atomically
 
 SCHEMA = 1
 SOURCE = "source"  # the method that does not adapt, against which gains are measured
@@ -148,20 +147,6 @@ def case_means(streams: Iterable[Stream], metric: str) -> dict[tuple[str, str], 
             values.setdefault(case.key, []).append(case.metrics.get(metric, math.nan))
     means = {case: mean_defined(listed) for case, listed in values.items()}
     return {case: mean for case, mean in means.items() if not math.isnan(mean)}
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write beside the target, then rename over it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    temporary = Path(name)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        temporary.chmod(0o644)  # mkstemp makes files that only their owner can read
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _sd(values: list[float]) -> float:

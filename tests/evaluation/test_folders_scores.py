@@ -1,0 +1,55 @@
+import numpy as np
+import pytest
+from PIL import Image
+
+from dltta.errors import DataError
+from dltta.evaluation.folders import record_csv, score_folders
+
+
+def masks(folder, **images):
+    folder.mkdir(parents=True)
+    for name, rows in images.items():
+        Image.fromarray(np.array(rows, dtype=np.uint8)).save(folder / f"{name}.png")
+    return folder
+
+
+LABEL = [[0, 1, 1, 0]] * 4
+
+
+def test_masks_of_the_same_name_by_hand(tmp_path):
+    labels = masks(tmp_path / "labels", a=LABEL, b=LABEL)
+    predictions = masks(tmp_path / "predictions", a=LABEL, b=[[0, 1, 0, 0]] * 4)
+    record = score_folders(predictions, labels)
+    assert [row.metrics["dice"] for row in record.cases] == [1.0, pytest.approx(2 / 3)]
+    assert record.metrics["dice"] == pytest.approx(5 / 6)
+    lines = record_csv(record).splitlines()
+    assert lines[0].startswith("case,dice,dice_class_1,hd95")
+    assert lines[2].startswith(f"b,{2 / 3!r}")
+
+
+def test_missing_and_misshapen_predictions_are_named(tmp_path):
+    labels = masks(tmp_path / "labels", a=LABEL, b=LABEL)
+    with pytest.raises(DataError, match=r"has no prediction b\.png"):
+        score_folders(masks(tmp_path / "few", a=LABEL), labels)
+    with pytest.raises(DataError, match=r"b\.png"):
+        score_folders(masks(tmp_path / "wide", a=LABEL, b=[[0, 1, 1, 0, 0]] * 4), labels)
+    with pytest.raises(DataError, match="there is no"):
+        score_folders(labels, tmp_path / "none")
+
+
+def test_tables_of_probabilities(tmp_path):
+    labels, predictions = tmp_path / "labels.csv", tmp_path / "predictions.csv"
+    labels.write_text("image,label\na.png,cat\nb.png,dog\n")
+    predictions.write_text("image,cat,dog\nb.png,0.6,0.4\na.png,0.9,0.1\n")
+    record = score_folders(predictions, labels)
+    assert record.metrics["accuracy"] == 0.5
+    assert [row.metrics["accuracy"] for row in record.cases] == [1.0, 0.0]
+    predictions.write_text("image,cat\na.png,1\n")
+    with pytest.raises(DataError, match="no column for class 'dog'"):
+        score_folders(predictions, labels)
+    predictions.write_text("image,cat,dog\na.png,1,0\n")
+    with pytest.raises(DataError, match=r"no line for 'b\.png'"):
+        score_folders(predictions, labels)
+    predictions.write_text("image,cat,dog\na.png,1,0\nb.png,x,0\n")
+    with pytest.raises(DataError, match="'x' where a probability"):
+        score_folders(predictions, labels)
