@@ -111,6 +111,20 @@ def test_resuming_a_finished_training_gives_it_back_without_training(tmp_path):
         training(tmp_path, epochs=3, resume=True).run()
 
 
+def test_a_training_killed_before_its_first_epoch_was_noted_is_not_taken_for_finished(tmp_path):
+    training(tmp_path / "whole").run()
+
+    def stop(plan, epoch, batch, batches, loss):
+        if epoch == 2:
+            raise Stop
+
+    with pytest.raises(Stop):
+        training(tmp_path / "killed", report=stop).run()
+    (tmp_path / "killed" / "resume.pt").unlink()  # a model is there, but nothing says how far it came
+    training(tmp_path / "killed", resume=True).run()
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
+
+
 def test_resuming_with_other_settings_names_the_difference(tmp_path):
     def stop(plan, epoch, batch, batches, loss):
         if epoch == 2:

@@ -4,6 +4,7 @@ What is trained is a module whose call on (images, labels, random generator) giv
 minimized with Adam. The loop knows nothing else about it.
 """
 
+import io
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from dltta.errors import SettingError, StateError
+from dltta.files import write_atomically
 from dltta.training.examples import Examples
 
 Row = dict[str, Any]  # one epoch of the history: stage, epoch, mean losses, scores
@@ -95,9 +97,9 @@ class Journal:
             "module": module.state_dict(),
             "optimizer": optimizer.state_dict(),
         }
-        beside = self.path.with_name(f".{self.path.name}.new")
-        torch.save(state, beside)
-        beside.replace(self.path)
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        write_atomically(self.path, buffer.getvalue())
 
     def close(self) -> None:
         self.path.unlink(missing_ok=True)

@@ -81,8 +81,8 @@ class SourceTraining:
     log: Log = lambda row: None
 
     def run(self) -> Checkpoint:
-        if self.resume and not (self.folder / "resume.pt").is_file() and (self.folder / "model.json").is_file():
-            return self._finished()
+        if self.resume and (finished := self._finished()) is not None:
+            return finished
         self._read()
         self.ranks = Ranks.join(self.device)
         if self.ranks.first:
@@ -93,14 +93,19 @@ class SourceTraining:
         best = load_checkpoint(self.folder)
         parts = self._train_autoencoders(best) if "atta" in self.settings.with_ else None
         if self.ranks.first:
-            record = {**best.record, "history": self.journal.history}
+            record = {**best.record, "history": self.journal.history, "finished": True}
             save_checkpoint(self.folder, replace(best, record=record, reconstructions=parts))
             self.journal.close()
         self.ranks.wait()
         return load_checkpoint(self.folder)
 
-    def _finished(self) -> Checkpoint:
+    def _finished(self) -> Checkpoint | None:
+        """The model that is already there, if its training came to its end."""
+        if (self.folder / "resume.pt").is_file() or not (self.folder / "model.json").is_file():
+            return None
         checkpoint = load_checkpoint(self.folder)
+        if not checkpoint.record.get("finished"):
+            return None
         if checkpoint.record.get("fingerprint") != self._fingerprint():
             raise StateError(f"{self.folder} holds a model trained with other settings; train into another folder")
         return checkpoint
