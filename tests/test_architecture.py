@@ -16,11 +16,13 @@ RANK = [
     {"objectives"},
     {"memory", "rates"},
     {"adapter"},
+    {"windows"},
     {"evaluation", "testing"},
     {"training"},
     {"config"},
     {"experiment"},
     {"demo", "progress"},
+    {"reproduce"},
     {"cli"},
     {"__main__"},
 ]

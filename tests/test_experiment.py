@@ -91,13 +91,27 @@ def test_an_interrupted_experiment_continues_with_what_is_missing(finished, tmp_
     assert without_seconds(tmp_path / "results.json") == without_seconds(folder / "results.json")
 
 
-def test_other_settings_run_other_streams(finished, tmp_path, monkeypatch):
+def test_other_settings_run_the_streams_that_they_decide(finished, monkeypatch):
     folder, _ = finished
     ran = []
     real = dltta.experiment.run_job
-    monkeypatch.setattr(dltta.experiment, "run_job", lambda *job: (ran.append(job[1].method), real(*job)))
+    monkeypatch.setattr(
+        dltta.experiment, "run_job", lambda *job: (ran.append(f"{job[1].method} {job[1].rate}"), real(*job))
+    )
     run_experiment(small(folder, adaptation=AdaptationSettings(alpha=5e-3, batches_kept=2, neighbors=1)))
-    assert len(ran) == 4
+    assert ran == ["tent fixed", "tent dynamic"]
+    ran.clear()
+    run_experiment(small(folder, adaptation=AdaptationSettings(batches_kept=3, neighbors=1)))
+    assert ran == ["tent dynamic"]
+
+
+def test_experiments_that_share_their_work_train_and_run_nothing_twice(finished, tmp_path, monkeypatch):
+    folder, results = finished
+    monkeypatch.setattr(dltta.experiment, "run_job", lambda *job: pytest.fail("a finished stream was run again"))
+    again = run_experiment(small(tmp_path / "other", work=str(folder)))
+    assert again.streams == results.streams
+    assert not (tmp_path / "other" / "models").exists()
+    assert (tmp_path / "other" / "results.json").is_file()
 
 
 def test_orders_differ_and_are_shared_by_methods(tmp_path):
@@ -118,3 +132,14 @@ def test_processes_give_the_same_results_as_one(finished, tmp_path):
     folder, _ = finished
     run_experiment(replace(small(folder), output=str(tmp_path)), processes=2)
     assert without_seconds(tmp_path / "results.json") == without_seconds(folder / "results.json")
+
+
+def test_sites_below_a_root_are_named_without_it(tmp_path):
+    experiment = Experiment(
+        ("site_a",), ("site_b", "phantom:oct:cirrus:4"), "out", root=str(tmp_path), in_domain="none"
+    )
+    assert str(tmp_path) not in json.dumps(experiment.describe())
+    assert {job.target for job in experiment.jobs()} == {"site_b", "phantom:oct:cirrus:4"}
+    assert experiment.open("phantom:oct:cirrus:4").site == "cirrus"
+    with pytest.raises(DataError, match=str(tmp_path / "site_b")):
+        experiment.open("site_b")

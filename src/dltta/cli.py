@@ -36,6 +36,7 @@ from dltta.evaluation.metrics import DISTANCES
 from dltta.experiment import Experiment, run_experiment, write_tables
 from dltta.files import write_atomically
 from dltta.progress import bars, screen
+from dltta.reproduce import Setup, check, chosen, reproduce
 from dltta.training import SourceTraining, TrainingSettings
 from dltta.training.fit import Ranks, Row
 from dltta.training.settings import AUXILIARIES
@@ -233,11 +234,9 @@ def bench(
     adaptation = {**table.pop("adaptation", {}), **{k: v for k, v in rate.items() if v is not None}}
     given = {
         "source": source, "targets": target, "output": str(output) if output else None, "methods": _names(methods),
-        "rates": _names(rates), "seeds": seeds, "orders": orders,
+        "rates": _names(rates), "seeds": seeds, "orders": orders, "root": str(root) if root else None,
     }  # fmt: skip
     table.update({key: value for key, value in given.items() if value})
-    for key in ("source", "targets"):
-        table[key] = [_under(root, site) for site in table.get(key, [])]
     chosen = table.get("methods", METHODS)
     training.setdefault("with", [name for name in AUXILIARIES if name in chosen])
     experiment = build(
@@ -258,6 +257,65 @@ def bench(
         return
     _show(results)
     typer.echo(f"Report: {experiment.folder / 'report.html'}")
+
+
+@app.command(name="reproduce")
+def reproduce_(
+    name: Annotated[str, typer.Argument(help="A table or figure, such as oct or figure-loss, or all.")],
+    root: Annotated[Path | None, typer.Option("--data", help="Folder of the published data set.")] = None,
+    phantom: Annotated[bool, typer.Option("--phantom", help="Synthetic scanners at reduced size instead.")] = False,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="Folder that NAME, or NAME-phantom, is put in.")
+    ] = Path("runs/reproduce"),
+    seeds: Annotated[int | None, typer.Option(help="Source trainings [default: 3, with --phantom 1]")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Of source training [default: 100, the paper's]")] = None,
+    weights: Annotated[Path | None, typer.Option(help="torchvision densenet121 state dict, for histology.")] = None,
+    seed: Annotated[int, typer.Option(help="Another seed draws other weights and, with --phantom, images.")] = 0,
+    processes: Annotated[int | None, typer.Option("-j", help="Streams run at once [default: 2 on a CPU]")] = None,
+    device: Device = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Make a table or figure of the paper, our numbers beside the published ones.
+
+    Tables: oct, histology, prostate, initial-rates, orders, image-specific, steps, retrieval-size, similarity.
+    Figures: figure-segmentation, figure-loss, figure-retrieval. Models and streams are shared and never run twice.
+
+    For example:
+
+        dltta reproduce oct --phantom
+
+        dltta reproduce prostate --data downloads/prostate --device cuda
+    """
+    names = chosen(name)
+    if (root is None) != phantom:
+        raise SettingError(
+            "where are the images? give --data DIR with the published data, or --phantom for synthetic scanners"
+            if root is None
+            else "--data and --phantom exclude each other; give one of them"
+        )
+    usual = min(2, torch.get_num_threads()) if device == "cpu" else 1
+    if (processes := usual if processes is None else processes) < 1:
+        raise SettingError(f"-j must be at least 1, got {processes}")
+    setup = Setup(
+        output,
+        root,
+        seeds=seeds if seeds is not None else 1 if phantom else 3,
+        seed=seed,
+        epochs=epochs,
+        weights=weights,
+    )
+    for each in names:
+        check(each, setup)
+    where, written = _device(device), {}
+    with bars() as listener:
+        for each in names:
+            written[each] = reproduce(each, setup, device=where, processes=processes, listener=listener)
+    if as_json:
+        typer.echo(json.dumps({each: [str(file) for file in files] for each, files in written.items()}))
+        return
+    typer.echo(setup.about)
+    for files in written.values():
+        typer.echo("\n".join(map(str, files)))
 
 
 @app.command()
@@ -388,10 +446,6 @@ def _device(name: str) -> str:
 
 def _names(text: str | None) -> tuple[str, ...] | None:
     return None if text is None else tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-def _under(root: Path | None, site: str) -> str:
-    return site if root is None or site.startswith("phantom:") else str(root / site)
 
 
 def _sizes(text: str | None) -> tuple[int, ...] | None:

@@ -2,7 +2,7 @@
 
 import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
@@ -11,9 +11,12 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 import torch
 
 from dltta.adapter import Adapter, Mode
+from dltta.data.camelyon17 import Camelyon17
 from dltta.data.case import Dataset, Task
 from dltta.data.folders import SiteFolder, Slices, open_site
+from dltta.data.oct import CIRRUS_SPACING, OCT
 from dltta.data.phantom import phantom
+from dltta.data.prostate import Prostate
 from dltta.data.transforms import Preprocessing
 from dltta.errors import DataError, SettingError
 from dltta.memory import Distance, MemoryBank, Ready
@@ -53,6 +56,12 @@ class AdaptationSettings:
         paper = PAPER[task]
         given = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return AdaptationSettings(**{k: getattr(paper, k) if v is None else v for k, v in given.items()})
+
+    def deciding(self, method: str, rate: str) -> dict[str, Any]:
+        """The settings that decide a stream's outcome: only the batch without a loss, no memory with a fixed rate."""
+        ignored = {"batches_kept", "neighbors", "ready", "distance", "pool"} if rate == "fixed" else set()
+        names = ["batch_size"] if method in WITHOUT_RATE else [entry.name for entry in fields(self)]
+        return {name: getattr(self, name) for name in names if name not in ignored}
 
     def memory(self) -> MemoryBank:
         """A new bank; settings must be complete (`for_task`)."""
@@ -132,16 +141,48 @@ def make_adapter(checkpoint: Checkpoint, method: str, rate: str, settings: Adapt
 
 
 def open_dataset(spec: str) -> Dataset:
-    """A site folder, or `phantom:TASK:SITE:COUNT[:SEED]` for synthetic cases."""
-    if not spec.startswith("phantom:"):
-        if not Path(spec).is_dir():
-            raise DataError(f"there is no folder {spec}; give a site folder, or phantom:TASK:SITE:COUNT[:SEED]")
-        return open_site(spec)
+    """A site: a folder of one's own, synthetic cases, or a part of one of the paper's data sets in a folder DIR.
+
+    - `DIR`: see `open_site`
+    - `phantom:TASK:SITE:COUNT[:SEED]`, such as `phantom:oct:cirrus:48:1`
+    - `oct:spectralis[:SPLIT]@DIR` with train, val, train+val or test; `oct:cirrus@DIR` for prepared slices and
+      `oct:cirrus:acquired@DIR` for slices still to be resampled, flattened and cropped
+    - `camelyon17:PART@DIR` with center_0 to center_4, train, id_val, val or test
+    - `prostate:SITE@DIR` with A to F, or RUNMC, BMC, I2CVB, UCL, BIDMC or HK
+    """
+    name, _, part = spec.partition(":")
+    if name == "phantom":
+        return _open_phantom(spec)
+    if name in _PUBLISHED and part:
+        part, _, folder = part.partition("@")
+        if not (part and folder):
+            raise SettingError(f"{spec!r} does not say which part of which folder; write {name}:PART@DIR")
+        return _PUBLISHED[name](part, folder)
+    if not Path(spec).is_dir():
+        raise DataError(f"there is no folder {spec}; give a site folder, or phantom:TASK:SITE:COUNT[:SEED]")
+    return open_site(spec)
+
+
+def _open_phantom(spec: str) -> Dataset:
     parts = spec.split(":")[1:]
     if len(parts) not in (3, 4) or not all(part.isdigit() for part in parts[2:]):
         raise SettingError(f"{spec!r} is not phantom:TASK:SITE:COUNT[:SEED], such as phantom:oct:cirrus:48:1")
     task, site, count, *seed = parts
     return phantom(task, site, int(count), seed=int(seed[0]) if seed else 0)  # type: ignore[arg-type]
+
+
+def _open_oct(part: str, folder: str) -> Dataset:
+    site, _, split = part.partition(":")
+    if (site, split) == ("cirrus", "acquired"):
+        return OCT(folder, site, spacing=CIRRUS_SPACING)
+    return OCT(folder, site, split=split or "all")  # type: ignore[arg-type]
+
+
+_PUBLISHED: dict[str, Callable[[str, str], Dataset]] = {
+    "oct": _open_oct,
+    "camelyon17": lambda part, folder: Camelyon17(folder, part),
+    "prostate": lambda part, folder: Prostate(folder, part),
+}
 
 
 def default_preprocessing(dataset: Dataset, size: tuple[int, ...] | None = None) -> Preprocessing:

@@ -57,6 +57,7 @@ from dltta.training import SourceTraining, TrainingSettings
 from dltta.training.examples import gather, split_by_group
 from dltta.training.fit import Report
 from dltta.version import __version__
+from dltta.windows import SlidingWindows
 
 VALIDATION = "validation"  # as a target: the source cases that training did not see
 
@@ -65,13 +66,16 @@ VALIDATION = "validation"  # as a target: the source cases that training did not
 class Experiment:
     """Source × targets × methods × rates × seeds × orders.
 
-    Sites are folders or `phantom:…` (see `open_dataset`). `in_domain` is where the unadapted network is scored at home:
-    a site, or by default the source cases kept for validation.
+    Sites are folders, below `root` if that is given, or names such as `phantom:…` (see `open_dataset`). `in_domain` is
+    where the unadapted network is scored at home: a site, "none", or the source cases kept for validation. Models,
+    streams and examples are kept in `work`, which several experiments may share, or else in `output`.
     """
 
     source: tuple[str, ...]
     targets: tuple[str, ...]
     output: str
+    work: str | None = None
+    root: str | None = None  # where it is does not decide what comes out: not part of the description
     in_domain: str = VALIDATION
     methods: tuple[str, ...] = METHODS
     rates: tuple[str, ...] = ("fixed", "dynamic")
@@ -98,15 +102,25 @@ class Experiment:
     def folder(self) -> Path:
         return Path(self.output)
 
+    @property
+    def work_folder(self) -> Path:
+        return Path(self.work or self.output)
+
     def describe(self) -> dict[str, Any]:
         """The whole configuration as JSON; what two runs must share to share their streams."""
         description: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        description.pop("output")
+        del description["output"], description["work"], description["root"]
         return description
+
+    def open(self, spec: str) -> Dataset:
+        """A site by its name in this experiment."""
+        named = ":" in spec or self.root is None
+        return open_dataset(spec if named else str(Path(self.root or "", spec)))
 
     def jobs(self) -> list["Job"]:
         """Every stream, unadapted ones first; methods without a loss run once whatever the rates."""
-        jobs = [Job(self.in_domain, "source", "none", seed, 0) for seed in range(self.seeds)]
+        home = [] if self.in_domain == "none" else [self.in_domain]
+        jobs = [Job(target, "source", "none", seed, 0) for target in home for seed in range(self.seeds)]
         for seed in range(self.seeds):
             for target in self.targets:
                 for order in range(self.orders):
@@ -139,7 +153,7 @@ class Bench:
         """A file name that changes when anything that decides the stream's outcome changes."""
         decisive = [
             asdict(job),
-            asdict(self.experiment.adaptation),
+            self.experiment.adaptation.deciding(job.method, job.rate),
             self.experiment.training.seed,
             self.models[job.seed],
             self.data[job.target, job.seed],
@@ -150,10 +164,10 @@ class Bench:
         return f"{name}_{job.method}_{job.rate}_seed{job.seed}_order{job.order}_{digest}"
 
     def stream_file(self, job: Job) -> Path:
-        return self.experiment.folder / "streams" / f"{self.key(job)}.json"
+        return self.experiment.work_folder / "streams" / f"{self.key(job)}.json"
 
     def example_file(self, job: Job) -> Path:
-        return self.experiment.folder / "examples" / f"{self.key(job)}.npz"
+        return self.experiment.work_folder / "examples" / f"{self.key(job)}.npz"
 
 
 class Listener:
@@ -176,10 +190,8 @@ def run_experiment(
 ) -> Results:
     """Train what is not trained, run what is not run, and write results, tables and report (with `notes` on top)."""
     listener = listener or Listener()
-    _check_sites(experiment)
-    models = {seed: train_source(experiment, seed, device, listener.training(seed)) for seed in range(experiment.seeds)}
+    bench, models = prepare(experiment, device, listener)
     jobs = experiment.jobs()
-    bench = Bench(experiment, {seed: _weights(model) for seed, model in models.items()}, _data(experiment, models))
     waiting = [job for job in jobs if not bench.stream_file(job).is_file()]
     tick = listener.streams(len(jobs))
     for job in jobs:
@@ -196,9 +208,20 @@ def run_experiment(
     return results
 
 
+def prepare(
+    experiment: Experiment, device: str = "cpu", listener: Listener | None = None
+) -> tuple[Bench, dict[int, Checkpoint]]:
+    """Look at the sites, train what is not trained, read the data once; the models by seed."""
+    listener = listener or Listener()
+    _check_sites(experiment)
+    models = {seed: train_source(experiment, seed, device, listener.training(seed)) for seed in range(experiment.seeds)}
+    weights = {seed: _weights(model) for seed, model in models.items()}
+    return Bench(experiment, weights, _data(experiment, models)), models
+
+
 def train_source(experiment: Experiment, seed: int, device: str, report: Report) -> Checkpoint:
     """The source model of one seed, trained or continued or found."""
-    sites = [open_dataset(spec) for spec in experiment.source]
+    sites = [experiment.open(spec) for spec in experiment.source]
     training = SourceTraining(
         sites,
         default_architecture(sites[0], experiment.network, experiment.network_options),
@@ -215,19 +238,27 @@ def train_source(experiment: Experiment, seed: int, device: str, report: Report)
 def run_job(bench: Bench, job: Job, device: str) -> None:
     """Run one stream and write it down; both files appear whole or not at all, the stream last."""
     experiment = bench.experiment
-    checkpoint = load_checkpoint(_model_folder(experiment, job.seed))
-    checkpoint.model.to(device)
-    dataset = _dataset(experiment, job.target, job.seed, checkpoint)
+    checkpoint, dataset, order = open_stream(experiment, job, device)
     settings = experiment.adaptation.for_task(checkpoint.task)
-    order = np.random.default_rng([experiment.training.seed, job.order]).permutation(len(dataset)).tolist()
     shown = Keep(dataset[i].name for i in _shown(len(dataset), experiment.examples))
     adapter = make_adapter(checkpoint, job.method, job.rate, settings)
-    record = run_stream(adapter, dataset, order, batch_size=settings.batch_size or 1, collect=shown)
+    patch = experiment.training.patch
+    steps = adapter if patch is None else SlidingWindows(adapter, patch)
+    record = run_stream(steps, dataset, order, batch_size=settings.batch_size or 1, collect=shown)
     source = "+".join(checkpoint.record["sites"])
     stream = Stream.of(record, source=source, method=job.method, rate=job.rate, seed=job.seed, order=job.order)
     provenance = Provenance.collect(seeds=[job.seed], data={dataset.site: bench.data[job.target, job.seed]})
     _save_answers(bench.example_file(job), shown)
     Results(asdict(job), provenance, (stream,)).write(bench.stream_file(job))
+
+
+def open_stream(experiment: Experiment, job: Job, device: str) -> tuple[Checkpoint, Dataset, list[int]]:
+    """The trained model, the images as it takes them, and the order in which they come."""
+    checkpoint = load_checkpoint(_model_folder(experiment, job.seed))
+    checkpoint.model.to(device)
+    dataset = _dataset(experiment, job.target, job.seed, checkpoint)
+    order = np.random.default_rng([experiment.training.seed, job.order]).permutation(len(dataset)).tolist()
+    return checkpoint, dataset, order
 
 
 def collect_results(bench: Bench, jobs: Sequence[Job]) -> Results:
@@ -304,8 +335,8 @@ class Subset:
 
 def _dataset(experiment: Experiment, target: str, seed: int, checkpoint: Checkpoint) -> Dataset:
     if target != VALIDATION:
-        return Preprocessed(open_dataset(target), checkpoint.preprocessing)
-    sites = [open_dataset(spec) for spec in experiment.source]
+        return Preprocessed(experiment.open(target), checkpoint.preprocessing)
+    sites = [experiment.open(spec) for spec in experiment.source]
     cases = gather(sites)
     _, chosen = split_by_group(cases, experiment.training.validation, experiment.training.seed + seed)
     if not chosen:
@@ -318,7 +349,7 @@ def _dataset(experiment: Experiment, target: str, seed: int, checkpoint: Checkpo
 def _data(experiment: Experiment, models: Mapping[int, Checkpoint]) -> dict[tuple[str, int], str]:
     """Checksums of every data set; only the validation cases differ from seed to seed."""
     sums: dict[tuple[str, int], str] = {}
-    for target in (experiment.in_domain, *experiment.targets):
+    for target in {job.target for job in experiment.jobs()}:
         for seed, model in models.items():
             if seed and target != VALIDATION:
                 sums[target, seed] = sums[target, 0]
@@ -341,8 +372,8 @@ def _weights(checkpoint: Checkpoint) -> str:
 
 def _check_sites(experiment: Experiment) -> None:
     """Before anything is trained: every site opens, and all have the same task and classes."""
-    sites = [open_dataset(spec) for spec in (*experiment.source, *experiment.targets)]
-    sites += [] if experiment.in_domain == VALIDATION else [open_dataset(experiment.in_domain)]
+    specs = (*experiment.source, *(job.target for job in experiment.jobs() if job.target != VALIDATION))
+    sites = [experiment.open(spec) for spec in dict.fromkeys(specs)]
     for site in sites[1:]:
         if (site.task, site.classes) != (sites[0].task, sites[0].classes):
             raise DataError(
@@ -369,7 +400,7 @@ def _shown(count: int, wanted: int) -> list[int]:
 
 
 def _model_folder(experiment: Experiment, seed: int) -> Path:
-    return experiment.folder / "models" / f"seed_{seed}"
+    return experiment.work_folder / "models" / f"seed_{seed}"
 
 
 def _save_answers(path: Path, kept: Keep) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ from dltta.data.images import read_image
 from dltta.errors import DataError
 
 Floats = NDArray[np.float64]
-Split = Literal["train", "val", "test", "all"]
+Split = Literal["train", "val", "train+val", "test", "all"]
 
 LAYERS = ("RNFL", "GCIP", "INL", "OPL", "ONL", "IS", "OS", "RPE")
 BOUNDARIES = len(LAYERS) + 1
@@ -85,14 +85,17 @@ class OCT:
     ) -> None:
         if site not in ("spectralis", "cirrus"):
             raise DataError(f'no OCT site {site!r}; use "spectralis" or "cirrus"')
-        if split != "all" and (site == "cirrus" or split not in SPECTRALIS_SPLIT):
-            raise DataError(f"no split {split!r} of {site}; Spectralis has train, val, test, all, Cirrus only all")
+        if split != "all" and (site == "cirrus" or split not in get_args(Split)):
+            raise DataError(
+                f"no split {split!r} of {site}; Spectralis has train, val, train+val, test, all, Cirrus only all"
+            )
         self.folder = find_site(Path(folder), site)
         self.spacing = spacing
         self._site = site
         entries = list_slices(self.folder)
         if split != "all":
-            entries = [entry for entry in entries if entry.group in SPECTRALIS_SPLIT[split]]
+            wanted = {subject for part in split.split("+") for subject in SPECTRALIS_SPLIT[part]}
+            entries = [entry for entry in entries if entry.group in wanted]
         if not entries:
             raise DataError(f"{self.folder}: no slices of {split}; subjects are named hc01 ... ms21 (docs/data.md)")
         self.entries = tuple(entries)
