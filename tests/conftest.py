@@ -1,9 +1,10 @@
 import pytest
 import torch
 
+torch.set_num_threads(1)  # before any fixture: workers do not fight for cores, and sums come out alike
+
 
 @pytest.fixture(autouse=True)
 def repeatable():
-    """One thread and one seed: workers do not fight for cores, and no test depends on another's random numbers."""
-    torch.set_num_threads(1)
+    """No test depends on another's random numbers."""
     torch.manual_seed(0)

@@ -118,3 +118,14 @@ def test_processes_give_the_same_results_as_one(finished, tmp_path):
     folder, _ = finished
     run_experiment(replace(small(folder), output=str(tmp_path)), processes=2)
     assert without_seconds(tmp_path / "results.json") == without_seconds(folder / "results.json")
+
+
+def test_sites_below_a_root_are_named_without_it(tmp_path):
+    experiment = Experiment(
+        ("site_a",), ("site_b", "phantom:oct:cirrus:4"), "out", root=str(tmp_path), in_domain="none"
+    )
+    assert str(tmp_path) not in json.dumps(experiment.describe())
+    assert {job.target for job in experiment.jobs()} == {"site_b", "phantom:oct:cirrus:4"}
+    assert experiment.open("phantom:oct:cirrus:4").site == "cirrus"
+    with pytest.raises(DataError, match=str(tmp_path / "site_b")):
+        experiment.open("site_b")

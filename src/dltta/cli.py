@@ -233,11 +233,9 @@ def bench(
     adaptation = {**table.pop("adaptation", {}), **{k: v for k, v in rate.items() if v is not None}}
     given = {
         "source": source, "targets": target, "output": str(output) if output else None, "methods": _names(methods),
-        "rates": _names(rates), "seeds": seeds, "orders": orders,
+        "rates": _names(rates), "seeds": seeds, "orders": orders, "root": str(root) if root else None,
     }  # fmt: skip
     table.update({key: value for key, value in given.items() if value})
-    for key in ("source", "targets"):
-        table[key] = [_under(root, site) for site in table.get(key, [])]
     chosen = table.get("methods", METHODS)
     training.setdefault("with", [name for name in AUXILIARIES if name in chosen])
     experiment = build(
@@ -388,10 +386,6 @@ def _device(name: str) -> str:
 
 def _names(text: str | None) -> tuple[str, ...] | None:
     return None if text is None else tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-def _under(root: Path | None, site: str) -> str:
-    return site if root is None or site.startswith("phantom:") else str(root / site)
 
 
 def _sizes(text: str | None) -> tuple[int, ...] | None:

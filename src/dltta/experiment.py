@@ -65,13 +65,14 @@ VALIDATION = "validation"  # as a target: the source cases that training did not
 class Experiment:
     """Source × targets × methods × rates × seeds × orders.
 
-    Sites are folders or `phantom:…` (see `open_dataset`). `in_domain` is where the unadapted network is scored at home:
-    a site, or by default the source cases kept for validation.
+    Sites are folders, below `root` if that is given, or `phantom:…` (see `open_dataset`). `in_domain` is where the
+    unadapted network is scored at home: a site, "none", or by default the source cases kept for validation.
     """
 
     source: tuple[str, ...]
     targets: tuple[str, ...]
     output: str
+    root: str | None = None  # where it is does not decide what comes out: not part of the description
     in_domain: str = VALIDATION
     methods: tuple[str, ...] = METHODS
     rates: tuple[str, ...] = ("fixed", "dynamic")
@@ -101,12 +102,18 @@ class Experiment:
     def describe(self) -> dict[str, Any]:
         """The whole configuration as JSON; what two runs must share to share their streams."""
         description: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        description.pop("output")
+        del description["output"], description["root"]
         return description
+
+    def open(self, spec: str) -> Dataset:
+        """A site by its name in this experiment."""
+        named = ":" in spec or self.root is None
+        return open_dataset(spec if named else str(Path(self.root or "", spec)))
 
     def jobs(self) -> list["Job"]:
         """Every stream, unadapted ones first; methods without a loss run once whatever the rates."""
-        jobs = [Job(self.in_domain, "source", "none", seed, 0) for seed in range(self.seeds)]
+        home = [] if self.in_domain == "none" else [self.in_domain]
+        jobs = [Job(target, "source", "none", seed, 0) for target in home for seed in range(self.seeds)]
         for seed in range(self.seeds):
             for target in self.targets:
                 for order in range(self.orders):
@@ -198,7 +205,7 @@ def run_experiment(
 
 def train_source(experiment: Experiment, seed: int, device: str, report: Report) -> Checkpoint:
     """The source model of one seed, trained or continued or found."""
-    sites = [open_dataset(spec) for spec in experiment.source]
+    sites = [experiment.open(spec) for spec in experiment.source]
     training = SourceTraining(
         sites,
         default_architecture(sites[0], experiment.network, experiment.network_options),
@@ -304,8 +311,8 @@ class Subset:
 
 def _dataset(experiment: Experiment, target: str, seed: int, checkpoint: Checkpoint) -> Dataset:
     if target != VALIDATION:
-        return Preprocessed(open_dataset(target), checkpoint.preprocessing)
-    sites = [open_dataset(spec) for spec in experiment.source]
+        return Preprocessed(experiment.open(target), checkpoint.preprocessing)
+    sites = [experiment.open(spec) for spec in experiment.source]
     cases = gather(sites)
     _, chosen = split_by_group(cases, experiment.training.validation, experiment.training.seed + seed)
     if not chosen:
@@ -318,7 +325,7 @@ def _dataset(experiment: Experiment, target: str, seed: int, checkpoint: Checkpo
 def _data(experiment: Experiment, models: Mapping[int, Checkpoint]) -> dict[tuple[str, int], str]:
     """Checksums of every data set; only the validation cases differ from seed to seed."""
     sums: dict[tuple[str, int], str] = {}
-    for target in (experiment.in_domain, *experiment.targets):
+    for target in {job.target for job in experiment.jobs()}:
         for seed, model in models.items():
             if seed and target != VALIDATION:
                 sums[target, seed] = sums[target, 0]
@@ -341,8 +348,8 @@ def _weights(checkpoint: Checkpoint) -> str:
 
 def _check_sites(experiment: Experiment) -> None:
     """Before anything is trained: every site opens, and all have the same task and classes."""
-    sites = [open_dataset(spec) for spec in (*experiment.source, *experiment.targets)]
-    sites += [] if experiment.in_domain == VALIDATION else [open_dataset(experiment.in_domain)]
+    specs = (*experiment.source, *(job.target for job in experiment.jobs() if job.target != VALIDATION))
+    sites = [experiment.open(spec) for spec in dict.fromkeys(specs)]
     for site in sites[1:]:
         if (site.task, site.classes) != (sites[0].task, sites[0].classes):
             raise DataError(
