@@ -34,14 +34,6 @@ def finished(tmp_path_factory):
     return folder, run_experiment(small(folder))
 
 
-def without_seconds(path):
-    document = json.loads(path.read_text())
-    for stream in document["streams"]:
-        for case in stream["cases"]:
-            case.pop("seconds")
-    return document
-
-
 def test_every_stream_is_there_once(finished):
     _, results = finished
     kinds = [(s.source, s.target, s.method, s.rate) for s in results.streams]
@@ -88,7 +80,7 @@ def test_an_interrupted_experiment_continues_with_what_is_missing(finished, tmp_
     monkeypatch.setattr(dltta.experiment, "run_job", lambda *job: (ran.append(job[1]), real(*job)))
     run_experiment(small(tmp_path))
     assert len(ran) == len(set(ran)) == 4
-    assert without_seconds(tmp_path / "results.json") == without_seconds(folder / "results.json")
+    assert (tmp_path / "results.json").read_bytes() == (folder / "results.json").read_bytes()
 
 
 def test_other_settings_run_the_streams_that_they_decide(finished, monkeypatch):
@@ -131,7 +123,8 @@ def test_targets_of_another_task_fail_before_anything_is_trained(tmp_path):
 def test_processes_give_the_same_results_as_one(finished, tmp_path):
     folder, _ = finished
     run_experiment(replace(small(folder), output=str(tmp_path)), processes=2)
-    assert without_seconds(tmp_path / "results.json") == without_seconds(folder / "results.json")
+    ours, theirs = (Results.load(path / "results.json") for path in (tmp_path, folder))
+    assert ours.streams == theirs.streams
 
 
 def test_sites_below_a_root_are_named_without_it(tmp_path):

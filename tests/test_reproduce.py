@@ -9,8 +9,9 @@ import pytest
 from PIL import Image as Pillow
 
 import dltta.reproduce
-from dltta.config import AdaptationSettings
-from dltta.data.oct import LAYERS, SPECTRALIS_SPLIT
+from dltta.config import AdaptationSettings, default_preprocessing, open_dataset
+from dltta.data.oct import CIRRUS_SPACING, LAYERS, SPECTRALIS_SPLIT
+from dltta.data.transforms import Preprocessing
 from dltta.errors import DataError, SettingError
 from dltta.evaluation import Results
 from dltta.evaluation.published import (
@@ -130,7 +131,7 @@ def test_markdown_has_ours_beside_the_published_number():
         "| Tent + dynamic (DLTTA) | 62.00 ± 2.83 | 60.00 ± 1.00 | 70.00 | 61.00 ± 0.25 |\n\n"
         "Published: tab:small in A paper.  \nIt says so.  \nOurs: mean ± sd over source trainings; points.  \n"
         "Ours, images of each target: B 2, C 1.  \n"
-        "not run: trained with images of the test site, which no method of ours sees; not part of it.  \n"
+        "not run: methods that are trained with images of the test site; we do not have them yet.  \n"
     )
 
 
@@ -144,7 +145,7 @@ def test_latex_and_csv_have_the_same_numbers():
         "Tent + dynamic (DLTTA) & 62.00 $\\pm$ 2.83 & 60.00 $\\pm$ 1.00 & 70.00 & 61.00 $\\pm$ 0.25 \\\\\n"
         "\\bottomrule\n\\end{tabular}\n% Published: tab:small in A paper.\n% It says so.\n"
         "% Ours: mean ± sd over source trainings; points.\n% Ours, images of each target: B 2, C 1.\n"
-        "% not run: trained with images of the test site, which no method of ours sees; not part of it.\n"
+        "% not run: methods that are trained with images of the test site; we do not have them yet.\n"
     )
     assert comparison_csv(comparison()) == (
         "row,method,rate,column,ours mean,ours sd,published mean,published sd,about\n"
@@ -375,6 +376,23 @@ def test_published_data_are_read_from_disk(tmp_path, monkeypatch, plain_report):
     assert "| ATTA | not run | 73.20 ± 0.13 |" in text
 
 
+def test_parts_of_published_data_are_sites(tmp_path):
+    folder = write_oct(tmp_path / "a@b")  # the folder begins after the first @
+    found = {part: open_dataset(f"oct:{part}@{folder}") for part in ("spectralis", "spectralis:train+val", "cirrus")}
+    assert [(each.site, len(each)) for each in found.values()] == [("spectralis", 8), ("spectralis", 6), ("cirrus", 2)]
+    assert default_preprocessing(found["cirrus"]) == Preprocessing()
+    assert open_dataset(f"oct:cirrus:acquired@{folder}").spacing == CIRRUS_SPACING
+    for spec, words in {
+        f"oct:spectralis:trian@{folder}": "no split 'trian' of spectralis",
+        f"camelyon17:center_9@{folder}": "no part 'center_9' in Camelyon17",
+        f"prostate:B@{folder}": "no folder BMC",
+    }.items():
+        with pytest.raises(DataError, match=words):
+            open_dataset(spec)
+    with pytest.raises(SettingError, match="'prostate:B' does not say .* write prostate:PART@DIR"):
+        open_dataset("prostate:B")
+
+
 def test_wrong_data_are_one_line_that_lists_what_is_missing(tmp_path):
     with pytest.raises(DataError, match="there is no folder .*nowhere; `dltta data card oct` says how"):
         reproduce("oct", Setup(tmp_path / "out", tmp_path / "nowhere"))
@@ -407,6 +425,13 @@ def test_a_mistake_is_one_line_and_writes_nothing(monkeypatch, capsys, tmp_path,
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert words in err
     assert not list(tmp_path.iterdir())
+
+
+def test_help_shows_an_example_and_every_name(monkeypatch, capsys):
+    code, out, _ = run(monkeypatch, capsys, "reproduce", "--help")
+    assert code == 0
+    assert "dltta reproduce oct --phantom" in out.split("For example")[1]
+    assert all(name in out for name in NAMES)
 
 
 def test_the_command_says_what_it_wrote(work, small_base, monkeypatch, capsys):

@@ -262,13 +262,17 @@ def open_stream(experiment: Experiment, job: Job, device: str) -> tuple[Checkpoi
 
 
 def collect_results(bench: Bench, jobs: Sequence[Job]) -> Results:
-    """All finished streams in one."""
+    """All finished streams in one, without their timings: stopping and continuing leaves no trace."""
     single = [Results.load(bench.stream_file(job)) for job in jobs]
     data = {site: value for result in single for site, value in result.provenance.data.items()}
     seeds = tuple(bench.experiment.training.seed + seed for seed in range(bench.experiment.seeds))
     provenance = replace(single[0].provenance, seeds=seeds, data=data)
-    streams = tuple(stream for result in single for stream in result.streams)
+    streams = tuple(_untimed(stream) for result in single for stream in result.streams)
     return Results(bench.experiment.describe(), provenance, streams)
+
+
+def _untimed(stream: Stream) -> Stream:
+    return replace(stream, cases=tuple(replace(case, seconds=None) for case in stream.cases))
 
 
 def write_outputs(

@@ -61,7 +61,7 @@ def _score_masks(predictions: Path, labels: Path, progress: Progress) -> StreamR
         prediction = torch.from_numpy(read_mask(predictions / file.name))
         scores = score_segmentation(prediction, label, classes, spacing=read_geometry(file).spacing)
         name = file.name.removesuffix(ending(file) or "")
-        rows.append(CaseRecord(name, labels.name, scores.metrics, 0.0, unit=scores.unit, undefined=scores.undefined))
+        rows.append(CaseRecord(name, labels.name, scores.metrics, None, unit=scores.unit, undefined=scores.undefined))
         progress(number, len(files))
     return StreamRecord(labels.name, "segmentation", stream_metrics(rows, "segmentation"), tuple(rows))
 
@@ -86,7 +86,7 @@ def _score_table(predictions: Path, labels: Path) -> StreamRecord:
     probabilities = torch.tensor([answered[name] for name in truth], dtype=torch.float64)
     values = torch.tensor([classes.index(label) for label in truth.values()])
     cases = tuple(
-        CaseRecord(name, labels.parent.name, {"accuracy": float(row.argmax() == value)}, 0.0, label=int(value))
+        CaseRecord(name, labels.parent.name, {"accuracy": float(row.argmax() == value)}, None, label=int(value))
         for name, row, value in zip(truth, probabilities, values, strict=True)
     )
     task: Task = "classification"

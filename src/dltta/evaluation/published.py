@@ -128,7 +128,7 @@ def compare(
         rows.append(ComparisonRow(_label(row), row.method, row.rate, cells))
     notes = [*_notes(published), _spread_note(rows), *_count_notes(results, places)]
     if any(row.method is None for row in rows):
-        notes.append(f"{NOT_RUN}: trained with images of the test site, which no method of ours sees; not part of it.")
+        notes.append(f"{NOT_RUN}: methods that are trained with images of the test site; we do not have them yet.")
     return Comparison(published.caption, about, published.columns, tuple(rows), tuple(notes))
 
 

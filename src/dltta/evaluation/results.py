@@ -229,7 +229,7 @@ def _case_from_json(record: Any, where: str) -> CaseRecord:
         case=_take(record, "case", str, where),
         site=_take(record, "site", str, where),
         metrics=_metrics(record, where),
-        seconds=_take_number(record, "seconds", where),
+        seconds=_number(record, "seconds", where),
         loss=_number(record, "loss", where),
         discrepancy=_number(record, "discrepancy", where),
         rate=_number(record, "rate", where),

@@ -48,7 +48,7 @@ class CaseRecord:
     case: str
     site: str
     metrics: Mapping[str, float]  # empty without a label; classification: accuracy, 1 for right and 0 for wrong
-    seconds: float  # of adaptation and prediction; a batch's time shared equally
+    seconds: float | None  # of adaptation and prediction; a batch's time shared equally
     loss: float | None = None  # these three belong to the batch of the case
     discrepancy: float | None = None
     rate: float | None = None
