@@ -2,9 +2,13 @@ import pytest
 import torch
 from monai.networks.nets import DenseNet121
 
+from dltta import Adapter, Fixed
 from dltta.errors import SettingError, StateError
 from dltta.models.architecture import Architecture
+from dltta.models.autoencoders import DENSENET_LEVELS, UNET_LEVELS
 from dltta.models.densenet import load_torchvision_weights
+from dltta.models.shared import encode
+from dltta.objectives import PTBN, Tent
 
 
 @pytest.mark.parametrize(("axes", "size"), [(2, (32, 64)), (3, (32, 16, 16))])
@@ -25,8 +29,6 @@ def _last_convolutions():
 
 def test_bottleneck_of_the_papers_images_has_the_stated_size():
     model = Architecture("unet", 2, 1, 9).build().eval()
-    from dltta.models.shared import encode
-
     with torch.no_grad():
         assert encode(model, "down_4", torch.zeros(1, 1, 128, 1024)).shape == (1, 256, 8, 64)
 
@@ -90,3 +92,17 @@ def test_weights_of_another_network_are_refused(tmp_path):
     torch.save({"features.conv0.weight": torch.zeros(1)}, tmp_path / "weights.pth")
     with pytest.raises(StateError, match=r"weights\.pth is not a state dict of this network"):
         load_torchvision_weights(Architecture("densenet_small", 2, 3, 2).build(), tmp_path / "weights.pth")
+
+
+def test_full_densenet_adapts_a_small_batch_with_the_levels_that_atta_uses():
+    model = Architecture("densenet121", 2, 3, 2).build(seed=0).eval()
+    DENSENET_LEVELS.check(model)
+    x = torch.randn(2, 3, 64, 64)
+    step = Adapter(model, Tent(), Fixed(1e-3)).step(x)
+    assert step.logits.shape == (2, 2)
+    assert not torch.equal(step.logits, Adapter(model, PTBN())(x))
+
+
+@pytest.mark.parametrize("axes", [2, 3])
+def test_unet_has_the_levels_that_atta_uses(axes):
+    UNET_LEVELS.check(Architecture("unet", axes, 1, 2, {"width": 4}).build())
