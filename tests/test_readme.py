@@ -1,5 +1,7 @@
 """What the README shows runs as it stands."""
 
+import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -28,3 +30,11 @@ def test_links_lead_somewhere():
     for page in pages:
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_page_on_real_images_is_the_one_that_its_results_give():
+    docs = README.parent / "docs"
+    spec = importlib.util.spec_from_file_location("real", docs / "figures" / "real.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.page(json.loads((docs / "results" / "real.json").read_text())) == (docs / "real.md").read_text()
