@@ -98,7 +98,10 @@ def test_a_killed_training_resumes_to_the_same_weights(tmp_path, moment):
     resumed = training(tmp_path / "killed", with_=("ttt", "atta"), resume=True).run()
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
     whole = load_checkpoint(tmp_path / "whole").record["history"]
-    strip = lambda rows: [{k: v for k, v in row.items() if k != "seconds"} for row in rows]  # noqa: E731
+
+    def strip(rows):
+        return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
     assert strip(resumed.record["history"]) == strip(whole)
 
 
