@@ -3,6 +3,7 @@
 from dltta.adapter import Adapter, Step, Update
 from dltta.discrepancy import symmetric_kl
 from dltta.errors import DlttaError
+from dltta.guard import Limits, Ruling, SourceGuard
 from dltta.memory import MemoryBank
 from dltta.rates import Exponential, Fixed, LearningRate, Proportional
 from dltta.version import __version__
@@ -13,8 +14,11 @@ __all__ = [
     "Exponential",
     "Fixed",
     "LearningRate",
+    "Limits",
     "MemoryBank",
     "Proportional",
+    "Ruling",
+    "SourceGuard",
     "Step",
     "Update",
     "__version__",
