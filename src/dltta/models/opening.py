@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dltta.data.case import Task
 from dltta.data.images import Image
-from dltta.data.transforms import Preprocessing, resize
+from dltta.data.transforms import Preprocessing
 from dltta.errors import SettingError
 from dltta.models.bundle import is_bundle, open_bundle
 from dltta.models.factories import call_factory, is_factory
@@ -210,8 +211,16 @@ def _preparation(
             if task == "classification":
                 return probability
             require_classes(probability, classes)
-            return probability if probability.shape[1:] == spatial else resize(probability, spatial)
+            return _interpolated(probability, spatial)
 
         return Prepared(preprocessing.image(torch.from_numpy(image.array)), restore)
 
     return prepare
+
+
+def _interpolated(probability: Tensor, size: tuple[int, ...]) -> Tensor:
+    """Linearly and without a filter against aliasing, as MONAI inverts a resizing: an exported bundle agrees."""
+    if probability.shape[1:] == size:
+        return probability
+    mode = {2: "bilinear", 3: "trilinear"}[len(size)]
+    return F.interpolate(probability[None], size=size, mode=mode, align_corners=False)[0]
