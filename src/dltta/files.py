@@ -1,17 +1,29 @@
 """Files that are whole or not there at all."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
     """Write beside the place, flush to the disk, then rename: at any moment the old file or the new one is there."""
-    data = content.encode() if isinstance(content, str) else content
+    with open_atomically(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def open_atomically(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that takes its place when the block ends; nothing happens when the block raises.
+
+    What a killed process leaves behind is hidden and ends in `.part`, so that nobody takes it for a result.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with beside.open("wb") as file:
-            file.write(data)
+        with beside.open("w+b") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)

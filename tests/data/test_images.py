@@ -163,7 +163,7 @@ def test_a_failed_write_keeps_the_old_mask_and_leaves_nothing_half_written(tmp_p
     before = (tmp_path / "m.png").read_bytes()
 
     def full(self, file, format):
-        Path(file).write_bytes(b"half")
+        file.write(b"half")
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Pillow.Image, "save", full)

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from dltta.data.case import Case, Task
-from dltta.data.images import ENDINGS, Geometry, Image, difference, ending, read_geometry, read_image, read_mask
+from dltta.data.images import ENDINGS, Geometry, Image, difference, ending, read_channels, read_geometry, read_mask
 from dltta.errors import DataError
 
 Split = Literal["train", "test"]
@@ -113,7 +113,7 @@ class SiteFolder:
 
     def __getitem__(self, index: int) -> Case:
         entry = self.entries[index]
-        image = read_channels(entry.files, len(self.description.channels))
+        image = read_named_channels(entry.files, len(self.description.channels))
         label = read_label(entry, image.geometry, self.classes)
         return Case(
             name=entry.name,
@@ -209,17 +209,14 @@ def slice_axis(geometry: Geometry) -> int:
     return last if geometry.spacing[last] > 0.999 * widest else geometry.spacing.index(widest)
 
 
-def read_channels(files: Sequence[Path], channels: int) -> Image:
-    """The channels of one case, from one file each or from one file that holds them all, as (C, *spatial)."""
-    images = [read_image(file) for file in files]
-    for file, image in zip(files[1:], images[1:], strict=True):
-        found = difference(images[0].geometry, image.geometry)
-        if found is not None:
-            raise DataError(f"{file}: {found} in {files[0].name}; channels of a case must lie on each other")
-    array = np.concatenate([image.array for image in images])
-    if len(array) != channels:
-        raise DataError(f"{files[0]}: {len(array)} channels, dataset.json names {channels}; correct channel_names")
-    return Image(array, images[0].geometry)
+def read_named_channels(files: Sequence[Path], channels: int) -> Image:
+    """The channels of one case as (C, *spatial), as many as `dataset.json` names."""
+    image = read_channels(files)
+    if len(image.array) != channels:
+        raise DataError(
+            f"{files[0]}: {len(image.array)} channels, dataset.json names {channels}; correct channel_names"
+        )
+    return image
 
 
 def read_label(entry: Entry, image: Geometry, classes: Sequence[str]) -> NDArray[np.int64] | None:

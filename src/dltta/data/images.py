@@ -1,5 +1,7 @@
 """1 images. How does a PNG, TIFF or NIfTI file become an array, and a mask a file that fits its image?
 
+DICOM has a file of its own (`dicom.py`) and shares `Image` and `Geometry`.
+
 Intensities stay in the file's units (0..255, 0..65535, Hounsfield units, ...): scaling them is preprocessing, done
 elsewhere. Axes stay in the file's order too: rows and columns in PNG and TIFF, the voxel axes in NIfTI.
 What a mask needs to lie on its image again (format, size, affine, header) travels in `Geometry`.
@@ -9,17 +11,18 @@ colors as an image and its indices as a mask; what cannot be read without loss o
 16-bit color PNG, several pages, 4-D NIfTI, more pixels than Pillow's limit) is refused in one sentence.
 """
 
+import gzip
 import logging
 import math
 import struct
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
-from uuid import uuid4
+from typing import Any, BinaryIO, Literal
 
 import nibabel as nib
 import numpy as np
@@ -31,15 +34,16 @@ from numpy.typing import ArrayLike, NDArray
 from PIL import Image as Pillow
 
 from dltta.errors import DataError
+from dltta.files import open_atomically
 
-Kind = Literal["png", "tiff", "nifti"]
+Kind = Literal["png", "tiff", "nifti", "dicom"]
 
 # Our errors say what is wrong with a file; where nobody set up logging, tifffile would say it again on the terminal.
 logging.getLogger("tifffile").addHandler(logging.NullHandler())
 
 ENDINGS: dict[str, Kind] = {".png": "png", ".tif": "tiff", ".tiff": "tiff", ".nii.gz": "nifti", ".nii": "nifti"}
 
-_NAMES: dict[Kind, str] = {"png": "PNG", "tiff": "TIFF", "nifti": "NIfTI"}
+_NAMES: dict[Kind, str] = {"png": "PNG", "tiff": "TIFF", "nifti": "NIfTI", "dicom": "DICOM"}
 _PNG_CHANNELS = {"1": 1, "L": 1, "LA": 1, "I": 1, "I;16": 1, "I;16B": 1, "P": 3, "PA": 3, "RGB": 3, "RGBA": 3}
 _DEFLATE_RATIO = 1032  # at most so many bytes come from one compressed byte
 _MALFORMED = (
@@ -70,8 +74,8 @@ class Geometry:
     spacing: tuple[float, ...] | None = None  # mm along each spatial axis; None in PNG and TIFF, which do not say
     affine: NDArray[np.float64] | None = field(
         default=None, compare=False, repr=False
-    )  # (4, 4) voxel to mm, NIfTI only
-    header: Any = field(default=None, compare=False, repr=False)  # nibabel's header, NIfTI only
+    )  # (4, 4) voxel to mm, in volumes: right, anterior, superior
+    header: Any = field(default=None, compare=False, repr=False)  # nibabel's header, or `dicom.Series`
 
 
 @dataclass(frozen=True)
@@ -104,14 +108,19 @@ def read_image(path: Path | str) -> Image:
         geometry = _GEOMETRY[kind](path)
         stored = _PIXELS[kind](path)
         _real(path, stored)
-        with np.errstate(over="ignore"):  # a double beyond float32 becomes infinite and is refused below
-            array = np.ascontiguousarray(stored, dtype=np.float32)
+        return Image(finite(path, stored), geometry)
+
+
+def finite(path: Path, stored: NDArray[Any]) -> NDArray[np.float32]:
+    """Values as float32, all of them numbers; `path` is named in the error."""
+    with np.errstate(over="ignore"):  # a double beyond float32 becomes infinite and is refused
+        array = np.ascontiguousarray(stored, dtype=np.float32)
     bad = int(np.count_nonzero(~np.isfinite(array)))
     if bad:
         raise DataError(
             f"{path}: {bad} of {array.size} values are NaN or infinite; replace them or leave this image out"
         )
-    return Image(array, geometry)
+    return array
 
 
 def read_mask(path: Path | str) -> NDArray[np.int64]:
@@ -131,19 +140,36 @@ def read_mask(path: Path | str) -> NDArray[np.int64]:
     return labels
 
 
+def read_channels(files: Sequence[Path]) -> Image:
+    """The channels of one case, from one file each or from one file that holds them all, as (C, *spatial)."""
+    images = [read_image(file) for file in files]
+    for file, image in zip(files[1:], images[1:], strict=True):
+        found = difference(images[0].geometry, image.geometry)
+        if found is not None:
+            raise DataError(f"{file}: {found} in {files[0].name}; channels of a case must lie on each other")
+    array = np.concatenate([image.array for image in images])
+    return Image(array, replace(images[0].geometry, channels=len(array)))
+
+
 def write_mask(path: Path | str, labels: ArrayLike, like: Geometry) -> None:
     """Writes class values (*spatial) in the format, size, spacing and orientation of the image they belong to.
 
-    8 bits when the values fit, 16 otherwise. The file appears whole or not at all: it is written under another name in
-    the same folder and then renamed.
+    8 bits when the values fit, 16 otherwise. The file appears whole or not at all.
     """
     path = Path(path)
     kind = _kind(path)
-    values = np.asarray(labels)
     if kind != like.kind:
         raise DataError(
             f"{path}: the image is {_NAMES[like.kind]}, its mask cannot be {_NAMES[kind]}; change the ending"
         )
+    stored = class_values(path, labels, like)
+    with writing(path) as file:
+        _WRITE[ending(path) or ""](file, stored, like)
+
+
+def class_values(path: Path, labels: ArrayLike, like: Geometry) -> NDArray[np.uint8 | np.uint16]:
+    """A mask in the smallest type that holds it, if it is one for that image; `path` is named in the error."""
+    values = np.asarray(labels)
     if values.shape != like.shape:
         raise DataError(
             f"{path}: a mask has the size of its image {like.shape}, found {values.shape}; bring it back to that"
@@ -153,20 +179,33 @@ def write_mask(path: Path | str, labels: ArrayLike, like: Geometry) -> None:
     low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
     if low < 0 or high > np.iinfo(np.uint16).max:
         raise DataError(f"{path}: class values lie in 0..65535, found {low}..{high}; renumber the classes")
-    stored = values.astype(np.uint8 if high <= np.iinfo(np.uint8).max else np.uint16)
+    return values.astype(np.uint8 if high <= np.iinfo(np.uint8).max else np.uint16)
 
-    part = path.with_name(f".{uuid4().hex}{ending(path)}")
+
+@contextmanager
+def writing(path: Path) -> Iterator[BinaryIO]:
+    """A file that appears whole or not at all; a full disk or a read-only folder is one sentence."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _WRITE[kind](part, stored, like)
-        part.replace(path)
+        with open_atomically(path) as file:
+            yield file
     except OSError as error:
         raise DataError(
             f"{path}: cannot be written ({error.strerror or error}); free space or choose another folder"
         ) from error
-    finally:
-        with suppress(OSError):
-            part.unlink()
+
+
+def write_volume(file: BinaryIO, stored: NDArray[Any], like: Geometry, *, compressed: bool) -> None:
+    """A NIfTI file on the grid of another: affine, forms, units and description are kept, its display window is not."""
+    header = like.header.copy()
+    header.set_data_dtype(stored.dtype)
+    header["cal_min"] = header["cal_max"] = 0
+    volume = nib.Nifti2Image if isinstance(header, nib.Nifti2Header) else nib.Nifti1Image
+    image = volume(stored, like.affine, header)
+    if not compressed:
+        image.to_stream(file)
+        return
+    with gzip.GzipFile("", "wb", 1, file, mtime=0) as packed:  # no name and no time: the same mask, the same bytes
+        image.to_stream(packed)
 
 
 def difference(image: Geometry, mask: Geometry) -> str | None:
@@ -224,7 +263,8 @@ def _real(path: Path, stored: NDArray[Any]) -> None:
         )
 
 
-def _within_limit(path: Path, pixels: int) -> None:
+def within_limit(path: Path, pixels: int) -> None:
+    """Raises for a picture of more pixels than Pillow reads."""
     limit = Pillow.MAX_IMAGE_PIXELS
     if limit is not None and pixels > limit:
         raise DataError(f"{path}: {pixels} pixels, more than Pillow's safety limit {limit}; cut the image into tiles")
@@ -240,7 +280,7 @@ def _open_png(path: Path) -> Pillow.Image:
     if start.startswith(b"\x89PNG") and depth == 16 and color != 0:
         raise DataError(f"{path}: 16-bit color PNG cannot be read exactly; save it as 16-bit TIFF")
     image = Pillow.open(path, formats=["PNG"])
-    _within_limit(path, image.width * image.height)
+    within_limit(path, image.width * image.height)
     if image.mode not in _PNG_CHANNELS:
         raise DataError(f"{path}: PNG of mode {image.mode} is not supported; save it as grey or RGB")
     return image
@@ -263,8 +303,8 @@ def _png_indices(path: Path) -> NDArray[Any]:
         return _single(path, _channels_first(np.asarray(image), _PNG_CHANNELS[image.mode]))
 
 
-def _write_png(path: Path, stored: NDArray[Any], like: Geometry) -> None:
-    Pillow.fromarray(stored).save(path, format="PNG")
+def _write_png(file: BinaryIO, stored: NDArray[Any], like: Geometry) -> None:
+    Pillow.fromarray(stored).save(file, format="PNG")
 
 
 # TIFF
@@ -286,7 +326,7 @@ def _tiff_layout(path: Path, file: Any) -> Geometry:
     if channels not in (1, 3):
         raise DataError(f"{path}: {channels} channels in one TIFF; save one file per channel")
     rows, columns = shape[axes.index("Y")], shape[axes.index("X")]
-    _within_limit(path, rows * columns)
+    within_limit(path, rows * columns)
     whole = np.dtype(page.dtype).kind in "iu"
     return Geometry("tiff", (rows, columns), channels, int(np.iinfo(page.dtype).max) if whole else None)
 
@@ -318,8 +358,8 @@ def _tiff_stored(path: Path, file: Any) -> NDArray[Any]:
     return _channels_first(np.moveaxis(stored, 0, -1) if series.axes == "SYX" else stored, layout.channels)
 
 
-def _write_tiff(path: Path, stored: NDArray[Any], like: Geometry) -> None:
-    tifffile.imwrite(path, stored, photometric="minisblack", compression="zlib", metadata=None)
+def _write_tiff(file: BinaryIO, stored: NDArray[Any], like: Geometry) -> None:
+    tifffile.imwrite(file, stored, photometric="minisblack", compression="zlib", metadata=None)
 
 
 def _channels_first(stored: NDArray[Any], channels: int) -> NDArray[Any]:
@@ -367,14 +407,6 @@ def _nifti_indices(path: Path) -> NDArray[Any]:
     return stored
 
 
-def _write_nifti(path: Path, stored: NDArray[Any], like: Geometry) -> None:
-    header = like.header.copy()
-    header.set_data_dtype(stored.dtype)
-    header["cal_min"] = header["cal_max"] = 0  # display window of the image, wrong for class values
-    volume = nib.Nifti2Image if isinstance(header, nib.Nifti2Header) else nib.Nifti1Image
-    nib.save(volume(stored, like.affine, header), path)
-
-
 _GEOMETRY: dict[Kind, Callable[[Path], Geometry]] = {
     "png": _png_geometry,
     "tiff": _tiff_geometry,
@@ -390,8 +422,10 @@ _INDICES: dict[Kind, Callable[[Path], NDArray[Any]]] = {
     "tiff": _tiff_indices,
     "nifti": _nifti_indices,
 }
-_WRITE: dict[Kind, Callable[[Path, NDArray[Any], Geometry], None]] = {
-    "png": _write_png,
-    "tiff": _write_tiff,
-    "nifti": _write_nifti,
+_WRITE: dict[str, Callable[[BinaryIO, NDArray[Any], Geometry], None]] = {
+    ".png": _write_png,
+    ".tif": _write_tiff,
+    ".tiff": _write_tiff,
+    ".nii": partial(write_volume, compressed=False),
+    ".nii.gz": partial(write_volume, compressed=True),
 }

@@ -5,6 +5,7 @@ MODEL/
   model.safetensors    the network's weights
   ttt.safetensors      rotation head, if trained
   atta.safetensors     auto-encoders, if trained
+  calibration.safetensors   how source images look to its layers, if measured
 """
 
 import hashlib
@@ -25,6 +26,7 @@ from dltta.errors import StateError
 from dltta.files import write_atomically
 from dltta.models.architecture import Architecture
 from dltta.models.autoencoders import AutoEncoders, Levels
+from dltta.models.calibration import Calibration
 from dltta.models.rotation import RotationHead
 
 FORMAT = 1
@@ -60,6 +62,7 @@ class Checkpoint:
     record: Mapping[str, Any] = field(default_factory=dict)  # how it was trained
     rotation: Rotation | None = None
     reconstructions: Reconstructions | None = None
+    calibration: Calibration | None = None
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
@@ -85,6 +88,10 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
             "output": reconstructions.levels.output,
             "channels": reconstructions.channels,
         }
+    if (calibration := checkpoint.calibration) is not None:
+        layers = calibration.layers.items()
+        files["calibration"] = {f"{name}.{i}": part for name, parts in layers for i, part in enumerate(parts)}
+        auxiliary["calibration"] = {"eps": dict(calibration.eps), "answers": dict(calibration.answers)}
     checksums = {name: _write_tensors(folder / f"{name}.safetensors", tensors) for name, tensors in files.items()}
     description = {
         "format": FORMAT,
@@ -115,6 +122,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
             record=description["record"],
             rotation=_load_rotation(folder, description),
             reconstructions=_load_reconstructions(folder, description),
+            calibration=_load_calibration(folder, description),
         )
     except (KeyError, TypeError) as error:
         raise StateError(f"{folder / 'model.json'} is malformed: {error}; train the model again") from error
@@ -139,6 +147,15 @@ def _load_reconstructions(folder: Path, description: dict[str, Any]) -> Reconstr
     return Reconstructions(autoencoders.eval(), levels, tuple(part["channels"]))
 
 
+def _load_calibration(folder: Path, description: dict[str, Any]) -> Calibration | None:
+    part = description["auxiliary"].get("calibration")
+    if part is None:
+        return None
+    tensors = _tensors(folder, "calibration", description)
+    layers = {name: (tensors[f"{name}.0"], tensors[f"{name}.1"]) for name in part["eps"]}
+    return Calibration(layers, part["eps"], part["answers"])
+
+
 def _read_description(folder: Path) -> dict[str, Any]:
     path = folder / "model.json"
     if not path.is_file():
@@ -153,6 +170,15 @@ def _read_description(folder: Path) -> dict[str, Any]:
 
 
 def _fill(module: nn.Module, folder: Path, name: str, description: dict[str, Any]) -> None:
+    tensors = _tensors(folder, name, description)
+    try:
+        module.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise StateError(_misfit(folder, name, error)) from error
+
+
+def _tensors(folder: Path, name: str, description: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of one file, which must be the one that the description was written with."""
     path = folder / f"{name}.safetensors"
     if not path.is_file():
         raise StateError(f"{path} is missing; copy the whole model folder")
@@ -160,9 +186,13 @@ def _fill(module: nn.Module, folder: Path, name: str, description: dict[str, Any
     if hashlib.sha256(content).hexdigest() != description["sha256"].get(name):
         raise StateError(f"{path} is not the file that model.json was written with; copy the whole model folder")
     try:
-        module.load_state_dict(load_tensors(content))
-    except (SafetensorError, RuntimeError) as error:
-        raise StateError(f"{path} does not fit the network in model.json: {str(error).splitlines()[0]}") from error
+        return load_tensors(content)
+    except SafetensorError as error:
+        raise StateError(_misfit(folder, name, error)) from error
+
+
+def _misfit(folder: Path, name: str, error: Exception) -> str:
+    return f"{folder / f'{name}.safetensors'} does not fit the network in model.json: {str(error).splitlines()[0]}"
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:

@@ -1,13 +1,15 @@
 """2 networks. Which statistics do the normalization layers use, and which of their parameters can move?"""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from dltta.errors import InputError
+from dltta.errors import InputError, SettingError
 
 NORMALIZATIONS: tuple[type[nn.Module], ...] = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
@@ -23,29 +25,45 @@ def affine_parameters(model: nn.Module) -> list[nn.Parameter]:
     return list(dict.fromkeys(parameter for parameter in found if isinstance(parameter, nn.Parameter)))
 
 
-def use_test_statistics(model: nn.Module) -> None:
+class Statistics(Protocol):
+    """Which mean and variance does a batch-normalization layer use at test time?"""
+
+    def stand_in(self, layer: _BatchNorm, name: str) -> nn.Module:
+        """A module that normalizes in the place of `layer` and shares its parameters and stored statistics."""
+        ...
+
+
+def use_test_statistics(model: nn.Module, statistics: Statistics | None = None) -> None:
     """Normalize with the statistics of the images at hand instead of those of the training set.
 
-    Batch normalization takes mean and variance from the current batch; instance normalization that tracked running
-    statistics takes them from the current image. The stored statistics stay in place, unused and unchanged, so the
-    network's state dict keeps its keys. Group and layer normalization never used anything else.
+    Batch normalization takes mean and variance from the current batch, or as `statistics` says; instance normalization
+    that tracked running statistics takes them from the current image. The stored statistics stay in place, unchanged,
+    so the network's state dict keeps its keys. Group and layer normalization never used anything else.
     """
-    stand_ins: dict[nn.Module, TestBatchNorm] = {}  # a layer used under two names keeps being one layer
+    chosen = statistics or BatchStatistics()
+    stand_ins: dict[nn.Module, nn.Module] = {}  # a layer used under two names keeps being one layer
     for name, layer in list(model.named_modules(remove_duplicate=False)):
         if isinstance(layer, _BatchNorm) and name:
-            stand_in = stand_ins.setdefault(layer, TestBatchNorm(layer, name))
-            model.set_submodule(name, stand_in)
+            if layer not in stand_ins:
+                stand_ins[layer] = chosen.stand_in(layer, name)
+            model.set_submodule(name, stand_ins[layer])
         elif isinstance(layer, _InstanceNorm):
             layer.track_running_stats = False
 
 
-class TestBatchNorm(_BatchNorm):
-    """Batch normalization by the statistics of the current batch, in training and evaluation mode alike.
+@dataclass(frozen=True)
+class BatchStatistics:
+    """Those of the current batch alone: the paper's, and the default."""
+
+    def stand_in(self, layer: _BatchNorm, name: str) -> nn.Module:
+        return TestBatchNorm(layer, name)
+
+
+class StandIn(_BatchNorm):
+    """Batch normalization that normalizes in a way of its own, in training and evaluation mode alike.
 
     Shares parameters and stored statistics with the layer it stands in for.
     """
-
-    __test__ = False  # not a test, whatever its name begins with
 
     def __init__(self, layer: _BatchNorm, name: str) -> None:
         super().__init__(1, eps=layer.eps, momentum=layer.momentum, affine=False, track_running_stats=False)
@@ -57,6 +75,22 @@ class TestBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         """Any number of spatial axes."""
+
+    def stored(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance of the training set, (C,) each."""
+        if self.running_mean is None or self.running_var is None:
+            raise SettingError(f"layer {self._name!r} stores no statistics of the source to keep a part of")
+        return self.running_mean, self.running_var
+
+    def normalized(self, input: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        """By these statistics (C,), then the layer's own scale and shift."""
+        return F.batch_norm(input, mean, variance, self.weight, self.bias, training=False, momentum=0.0, eps=self.eps)
+
+
+class TestBatchNorm(StandIn):
+    """Batch normalization by the statistics of the current batch."""
+
+    __test__ = False  # not a test, whatever its name begins with
 
     def forward(self, input: Tensor) -> Tensor:
         if input.numel() == input.shape[1]:

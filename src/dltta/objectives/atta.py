@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from dltta.errors import SettingError
 from dltta.models.adaptors import FeatureAdaptor, InputAdaptor, insert_feature_adaptor, insert_input_adaptor
 from dltta.models.autoencoders import AutoEncoders, Levels, Watch
-from dltta.models.normalization import use_test_statistics
+from dltta.models.normalization import BatchStatistics, Statistics, use_test_statistics
 
 
 class ATTA:
@@ -27,6 +27,7 @@ class ATTA:
         *,
         weights: Mapping[str, float] | None = None,
         orthogonality: float = 1.0,
+        statistics: Statistics = BatchStatistics(),
     ) -> None:
         unknown = set(weights or {}) - set(autoencoders.shapes)
         if unknown:
@@ -36,13 +37,14 @@ class ATTA:
         self.channels = tuple(channels)
         self.weights = dict(weights or {})
         self.orthogonality = orthogonality
+        self.statistics = statistics
         self._watch = Watch(levels)
         self._adaptors: list[FeatureAdaptor] = []
 
     def prepare(self, model: nn.Module, /) -> Sequence[nn.Parameter]:
         self.levels.check(model)
         self.autoencoders.requires_grad_(False).eval()
-        use_test_statistics(model)
+        use_test_statistics(model, self.statistics)
         channels, *spatial = self.autoencoders.shapes["image"]
         like = next(model.parameters())
         front = InputAdaptor(len(spatial), channels).to(like)

@@ -7,12 +7,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from dltta.errors import NothingToAdaptError
-from dltta.models.normalization import normalization_layers, use_test_statistics
+from dltta.models.normalization import BatchStatistics, Statistics, normalization_layers, use_test_statistics
 
 
 @dataclass(frozen=True)
 class PTBN:
-    """Normalization by the statistics of the test batch instead of the training set's; no gradient."""
+    """Normalization by the statistics of the test batch instead of the training set's; no gradient.
+
+    `statistics` other than the test batch's are in `dltta.models.statistics`.
+    """
+
+    statistics: Statistics = BatchStatistics()
 
     def prepare(self, model: nn.Module, /) -> None:
         tracking = [
@@ -25,4 +30,4 @@ class PTBN:
                 f"PTBN changes nothing in {type(model).__name__}: no layer normalizes by statistics of the training "
                 "set, as batch normalization does; use Source, or Tent if its normalization layers have scale and shift"
             )
-        use_test_statistics(model)
+        use_test_statistics(model, self.statistics)

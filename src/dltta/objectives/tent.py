@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from dltta.errors import NothingToAdaptError
-from dltta.models.normalization import affine_parameters, use_test_statistics
+from dltta.models.normalization import BatchStatistics, Statistics, affine_parameters, use_test_statistics
 from dltta.predictions import entropy
 
 
@@ -16,7 +16,10 @@ class Tent:
 
     Works with batch, instance, group, layer and RMS normalization that is affine. Tent's authors answer from the pass
     before the update: `Adapter(…, predict="before")`; the DLTTA paper, and our default, from the pass after it.
+    `statistics` other than the test batch's are in `dltta.models.statistics`.
     """
+
+    statistics: Statistics = BatchStatistics()
 
     def prepare(self, model: nn.Module, /) -> Sequence[nn.Parameter]:
         parameters = affine_parameters(model)
@@ -25,7 +28,7 @@ class Tent:
                 f"Tent finds nothing to adapt in {type(model).__name__}: it has no normalization layer with scale and "
                 "shift; build it with affine normalization (MONAI: norm=('instance', {'affine': True}) or norm='batch')"
             )
-        use_test_statistics(model)
+        use_test_statistics(model, self.statistics)
         return parameters
 
     def __call__(self, model: nn.Module, x: Tensor, logits: Tensor, /) -> Tensor:

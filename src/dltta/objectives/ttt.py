@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dltta.errors import StateError
-from dltta.models.normalization import use_test_statistics
+from dltta.models.normalization import BatchStatistics, Statistics, use_test_statistics
 from dltta.models.rotation import TURNS, RotationHead, rotation_loss
 
 
@@ -23,6 +23,7 @@ class TTT:
     head: RotationHead
     layer: str
     shared: tuple[str, ...]
+    statistics: Statistics = BatchStatistics()
 
     def prepare(self, model: nn.Module, /) -> Sequence[nn.Parameter]:
         named = dict(model.named_parameters())
@@ -31,7 +32,7 @@ class TTT:
             raise StateError(
                 f"the rotation head belongs to another network: {unknown[0]!r} is not a parameter of this one"
             )
-        use_test_statistics(model)
+        use_test_statistics(model, self.statistics)
         self.head.requires_grad_(False).eval()
         return [named[name] for name in self.shared]
 

@@ -16,10 +16,12 @@ from dltta.data.transforms import Preprocessing
 from dltta.errors import DataError, SettingError, StateError
 from dltta.models.architecture import Architecture
 from dltta.models.autoencoders import DENSENET_LEVELS, UNET_LEVELS, AutoEncoders, Watch
+from dltta.models.calibration import Calibration
 from dltta.models.features import find_feature_layer
 from dltta.models.loading import Checkpoint, Reconstructions, Rotation, load_checkpoint, save_checkpoint
 from dltta.models.rotation import TURNS, RotationHead, rotation_loss
 from dltta.models.shared import encode, shared_parameters
+from dltta.training.calibration import MOST, calibrate
 from dltta.training.examples import Examples, Pair, augmentation, gather, read_pairs, require_one_size, split_by_group
 from dltta.training.fit import Journal, Plan, Ranks, Report, Row, fit
 from dltta.training.settings import LEARNING_RATES, TrainingSettings
@@ -94,7 +96,8 @@ class SourceTraining:
         parts = self._train_autoencoders(best) if "atta" in self.settings.with_ else None
         if self.ranks.first:
             record = {**best.record, "history": self.journal.history, "finished": True}
-            save_checkpoint(self.folder, replace(best, record=record, reconstructions=parts))
+            finished = replace(best, record=record, reconstructions=parts, calibration=self._calibration(best))
+            save_checkpoint(self.folder, finished)
             self.journal.close()
         self.ranks.wait()
         return load_checkpoint(self.folder)
@@ -214,6 +217,11 @@ class SourceTraining:
         dims, dense = self.architecture.spatial_dims, self.task == "segmentation"
         crops = Examples(pairs, augmentation("none", dims, self.settings.patch, dense=dense), seed=self.settings.seed)
         return [crops[index] for index in range(len(crops))]
+
+    def _calibration(self, trained: Checkpoint) -> Calibration:
+        """Measured on held-out images first, then on training images, as many as it takes."""
+        pairs = self._as_trained_on([*self.validation, *self.training.pairs[:MOST]])
+        return calibrate(trained.model.to(self.device), [image for image, _ in pairs])
 
     def _sample(self) -> Tensor:
         """One training image as the network gets it, (1, C, *spatial)."""

@@ -1,0 +1,80 @@
+"""1 images. How is the next image read while the network works on this one?"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+from dltta.errors import DlttaError, SettingError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def prefetch(cases: Iterable[T], read: Callable[[T], R], *, ahead: int = 1) -> Iterator[tuple[T, R | DlttaError]]:
+    """Every case with what `read` gives for it, in order, read in one other thread up to `ahead` cases in advance.
+
+    An error of ours comes out as the value of its case, and the next case follows; any other is raised here, in its
+    place. Closing the iterator closes `cases` (if it can be), waits for a read that has begun and ends the thread.
+    """
+    if ahead < 1:
+        raise SettingError(f"ahead must be at least 1, got {ahead}")
+    return _Reader(cases, read, ahead).results()
+
+
+class _Reader(Generic[T, R]):
+    """One thread, and what it has read but nobody has taken: None after the last."""
+
+    def __init__(self, cases: Iterable[T], read: Callable[[T], R], ahead: int) -> None:
+        self.cases, self.read = cases, read
+        self.room = threading.Semaphore(ahead)
+        self.closed = threading.Event()
+        self.done: SimpleQueue[tuple[T, R | DlttaError] | BaseException | None] = SimpleQueue()
+
+    def results(self) -> Iterator[tuple[T, R | DlttaError]]:
+        thread = threading.Thread(target=self.work, name="prefetch", daemon=True)
+        thread.start()
+        try:
+            # No name here holds a result while the caller works with it.
+            yield from iter(self.take, None)
+        finally:
+            self.close()
+            thread.join()
+
+    def take(self) -> tuple[T, R | DlttaError] | None:
+        found = self.done.get()
+        if isinstance(found, BaseException):
+            raise found
+        self.room.release()
+        return found
+
+    def work(self) -> None:
+        try:
+            for case in self.listed():
+                try:
+                    self.done.put((case, self.read(case)))
+                except DlttaError as error:
+                    self.done.put((case, error))
+            self.done.put(None)
+        except BaseException as error:  # raised again in the caller's thread
+            self.done.put(error)
+
+    def listed(self) -> Iterator[T]:
+        """Cases, each when there is room for its image, until somebody closes."""
+        cases = iter(self.cases)
+        while self.room.acquire() and not self.closed.is_set():
+            for case in cases:
+                if not self.closed.is_set():
+                    yield case
+                break
+            else:
+                return
+
+    def close(self) -> None:
+        self.closed.set()
+        self.room.release()
+        close = getattr(self.cases, "close", None)
+        if close is not None:
+            with suppress(ValueError):  # a generator that runs in the thread at this moment: the thread ends after it
+                close()

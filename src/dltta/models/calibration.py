@@ -1,0 +1,81 @@
+"""2 networks. What a trained network does on images of its own site: the yardstick for images of another one.
+
+Measured once at the end of source training on source images and kept with the network: numbers about layers and answers,
+no image and no label. `Shrunken` statistics, the relative learning rate and the guard measure with it.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from dltta.errors import SettingError
+from dltta.models.statistics import Moments
+
+DRAWS = 256  # random batches that stand for "any batch of this size"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Of N source images: per layer, what each image's mean and variance were, and how the network answered."""
+
+    layers: Mapping[str, tuple[Tensor, Tensor]]  # batch-normalization layer: means (N, C) and variances (N, C)
+    eps: Mapping[str, float]  # of those layers
+    answers: Mapping[str, Any] = field(default_factory=dict)  # numbers for the guard and the rate, see `training`
+
+    def moments(self, batch_size: int = 1) -> dict[str, Moments]:
+        """What batches of this size look like to each layer."""
+        if batch_size < 1:
+            raise SettingError(f"batch_size must be at least 1, got {batch_size}")
+        return {name: self._moments(name, batch_size) for name in self.layers}
+
+    def _moments(self, name: str, batch_size: int) -> Moments:
+        means, variances = (part.double() for part in self.layers[name])
+        if batch_size > 1:  # the moments of random batches put together from the images, drawn the same every time
+            generator = torch.Generator().manual_seed(0)
+            drawn = torch.randint(len(means), (DRAWS, batch_size), generator=generator)
+            squares = (variances + means.square())[drawn].mean(1)
+            means = means[drawn].mean(1)
+            variances = squares - means.square()
+        logarithms = (variances.clamp_min(0) + self.eps[name]).log()
+        tiny = torch.finfo(torch.float32).tiny
+        parts = (means.mean(0), means.std(0).clamp_min(tiny), logarithms.mean(0), logarithms.std(0).clamp_min(tiny))
+        return Moments(*(part.float() for part in parts))
+
+
+class LayerSamples:
+    """Collects mean and variance of what enters each batch-normalization layer, image by image."""
+
+    def __init__(self) -> None:
+        self.layers: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
+        self.eps: dict[str, float] = {}
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """While this lasts, every pass of the network is looked at."""
+        named = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
+        handles = []
+        for name, layer in named:
+            self.layers.setdefault(name, ([], []))
+            self.eps[name] = layer.eps
+            handles.append(layer.register_forward_pre_hook(self._look(name)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def stacked(self) -> dict[str, tuple[Tensor, Tensor]]:
+        return {name: (torch.cat(means), torch.cat(variances)) for name, (means, variances) in self.layers.items()}
+
+    def _look(self, name: str) -> Any:
+        def hook(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            variance, mean = torch.var_mean(inputs[0].detach().float().flatten(2), 2, correction=0)
+            self.layers[name][0].append(mean.cpu())
+            self.layers[name][1].append(variance.cpu())
+
+        return hook
