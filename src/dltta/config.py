@@ -22,6 +22,7 @@ from dltta.errors import DataError, SettingError
 from dltta.memory import Distance, MemoryBank, Ready
 from dltta.models.architecture import BUILDERS, Architecture
 from dltta.models.loading import Checkpoint
+from dltta.models.opened import OpenedModel
 from dltta.objectives import ATTA, PTBN, TTT, Objective, Preparation, Source, Tent
 from dltta.rates import Exponential, Fixed, LearningRate, Proportional
 
@@ -94,7 +95,7 @@ class TrainConfig:
     training: Mapping[str, Any] = field(default_factory=dict)
 
 
-def make_objective(method: str, checkpoint: Checkpoint) -> Objective | Preparation:
+def make_objective(method: str, checkpoint: Checkpoint | OpenedModel) -> Objective | Preparation:
     """The method of that name for this checkpoint; says how to train what it lacks."""
     require("method", method, METHODS)
     if method == "ttt":
@@ -122,7 +123,7 @@ def make_rate(rate: str, alpha: float) -> LearningRate:
     return rules[rate]
 
 
-def make_adapter(checkpoint: Checkpoint, method: str, rate: str, settings: AdaptationSettings) -> Adapter:
+def make_adapter(checkpoint: Checkpoint | OpenedModel, method: str, rate: str, settings: AdaptationSettings) -> Adapter:
     """The adapter that one stream is run with; `rate` is "none" for methods without a loss."""
     objective = make_objective(method, checkpoint)
     if method in WITHOUT_RATE:

@@ -84,6 +84,7 @@ class ModelSource:
             weights=self.weights,
             task=self.task,
             classes=self.classes,
+            size=self.size,
             run_expressions=self.run_expressions,
         )
         return self._windowed(opened)
@@ -179,6 +180,7 @@ def open_checkpoint(checkpoint: Checkpoint, name: str) -> OpenedModel:
         size=tuple(patch) if patch else preprocessing.size,
         rotation=checkpoint.rotation,
         reconstructions=checkpoint.reconstructions,
+        calibration=checkpoint.calibration,
         checkpoint=checkpoint,
     )
     return replace(opened, fingerprint=_fingerprint(opened, preprocessing, architecture.as_json()))

@@ -24,7 +24,6 @@ from dltta.data.images import Image
 from dltta.errors import InputError, SettingError
 from dltta.models.opened import Prepared, require_classes
 
-PICTURES = ("png", "tiff")  # kinds whose first axis is rows, which MONAI's readers turn to columns
 FAILURES = (RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError)
 IGNORED = ("image_only", "dtype", "simple_keys", "prune_meta_pattern", "prune_meta_sep", "expanduser", "overwriting",
            "meta_keys", "meta_key_postfix", "allow_missing_keys")  # fmt: skip  # of MONAI's loader; none changes values
@@ -55,7 +54,7 @@ class FromImage(MapTransform):  # type: ignore[misc]  # MONAI has no types
 
     def tensor(self, image: Image) -> MetaTensor:
         array, geometry = image.array, image.geometry
-        picture = geometry.kind in PICTURES
+        picture = _rows_first(image)
         if picture and self.reverse:
             array = array.swapaxes(1, 2)
         shape, channel = array.shape[1:], 0.0
@@ -114,7 +113,7 @@ class Pipeline:
             return lambda probability: probability
         operations, meta = self._trace(traced)
         loader = next(each for each in self.compose.flatten().transforms if isinstance(each, FromImage))
-        swapped = image.geometry.kind in PICTURES and loader.reverse
+        swapped = _rows_first(image) and loader.reverse
         spatial = image.array.shape[1:]
 
         def restore(probability: Tensor) -> Tensor:
@@ -158,6 +157,11 @@ class Pipeline:
             answer = answer.clamp_min(0)
             answer /= answer.sum(dim=0, keepdim=True)
         return answer
+
+
+def _rows_first(image: Image) -> bool:
+    """Whether it is a picture, with rows before columns; MONAI's readers turn those, and no others, around."""
+    return image.geometry.affine is None and image.array.ndim == 3
 
 
 def as_pipeline(compose: Any, wanted: str | None, where: str) -> tuple[Compose, str]:

@@ -22,23 +22,29 @@ def open_bundle(
     weights: Path | None = None,
     task: str | None = None,
     classes: tuple[str, ...] | None = None,
+    size: tuple[int, ...] | None = None,
     run_expressions: bool = False,
 ) -> OpenedModel:
     """The bundle in a folder or zip; what in its configuration cannot be honored is one `SettingError`."""
     with unpacked(path) as folder:
         try:
-            return _open(path, BundleConfig(folder, run_expressions=run_expressions), weights, task, classes)
+            return _open(path, BundleConfig(folder, run_expressions=run_expressions), weights, task, classes, size)
         except RecursionError as error:
             raise StateError(f"{path}: the configuration is nested without end") from error
 
 
 def _open(
-    path: Path, config: BundleConfig, weights: Path | None, task: str | None, classes: tuple[str, ...] | None
+    path: Path,
+    config: BundleConfig,
+    weights: Path | None,
+    task: str | None,
+    classes: tuple[str, ...] | None,
+    size: tuple[int, ...] | None,
 ) -> OpenedModel:
     model = _network(config, weights)
     described = Described.read(config.metadata, f"{config.folder / 'configs' / 'metadata.json'}")
     window = _window(config, len(described.size) if described.size else axes_of(model))
-    size = window.patch if window and all(window.patch) else described.size
+    size = size or (window.patch if window and all(window.patch) else described.size)
     seen = probe(model, in_channels=described.in_channels, size=size)
     if task not in (None, seen.task):
         raise SettingError(f"{path} gives a {seen.task}, not a {task}")
