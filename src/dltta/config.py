@@ -143,7 +143,7 @@ def make_adapter(checkpoint: Checkpoint, method: str, rate: str, settings: Adapt
 def open_dataset(spec: str) -> Dataset:
     """A site: a folder of one's own, synthetic cases, or a part of one of the paper's data sets in a folder DIR.
 
-    - `DIR`: see `open_site`
+    - `DIR`: see `open_site`; `slices:DIR` for its volumes slice by slice
     - `phantom:TASK:SITE:COUNT[:SEED]`, such as `phantom:oct:cirrus:48:1`
     - `oct:spectralis[:SPLIT]@DIR` with train, val, train+val or test; `oct:cirrus@DIR` for prepared slices and
       `oct:cirrus:acquired@DIR` for slices still to be resampled, flattened and cropped
@@ -158,9 +158,10 @@ def open_dataset(spec: str) -> Dataset:
         if not (part and folder):
             raise SettingError(f"{spec!r} does not say which part of which folder; write {name}:PART@DIR")
         return _PUBLISHED[name](part, folder)
-    if not Path(spec).is_dir():
-        raise DataError(f"there is no folder {spec}; give a site folder, or phantom:TASK:SITE:COUNT[:SEED]")
-    return open_site(spec)
+    folder = part if name == "slices" else spec
+    if not Path(folder).is_dir():
+        raise DataError(f"there is no folder {folder}; give a site folder, or phantom:TASK:SITE:COUNT[:SEED]")
+    return open_site(folder, slices=name == "slices")
 
 
 def _open_phantom(spec: str) -> Dataset:
