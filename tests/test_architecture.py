@@ -20,7 +20,7 @@ RANK = [
     {"evaluation", "testing"},
     {"training"},
     {"config"},
-    {"experiment"},
+    {"experiment", "overview"},
     {"demo", "progress"},
     {"reproduce"},
     {"cli"},

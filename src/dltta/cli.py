@@ -35,6 +35,8 @@ from dltta.evaluation.folders import record_csv, score_folders
 from dltta.evaluation.metrics import DISTANCES
 from dltta.experiment import Experiment, run_experiment, write_tables
 from dltta.files import write_atomically
+from dltta.models.opening import ModelSource
+from dltta.overview import overview
 from dltta.progress import bars, screen
 from dltta.reproduce import Setup, check, chosen, reproduce
 from dltta.training import SourceTraining, TrainingSettings
@@ -51,6 +53,15 @@ app = typer.Typer(
 )
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps …")]
 Json = Annotated[bool, typer.Option("--json", help="Print a machine-readable result.")]
+
+# What is said about a network that somebody brings; `ModelSource` takes it.
+ModelWeights = Annotated[Path | None, typer.Option("--weights", help="State dict for code: .safetensors, .pt, .pth.")]
+ModelTask = Annotated[str | None, typer.Option("--task", help="segmentation or classification [default: as it gives]")]
+ModelClasses = Annotated[str | None, typer.Option("--classes", help="Their names in order: background,cord.")]
+ModelChannels = Annotated[int | None, typer.Option("--channels", help="Channels of an image, for code that has none.")]
+RunExpressions = Annotated[
+    bool, typer.Option("--run-expressions", help="Let a MONAI bundle run the Python that is written in it.")
+]
 
 
 def main() -> None:
@@ -197,6 +208,47 @@ def train(
         typer.echo(
             f"{folder}: {record['metric']} {record['score']:.4f} on {record['validation']} held-out source cases"
         )
+
+
+@app.command(name="inspect")
+def inspect_(
+    model: Annotated[
+        str, typer.Argument(help="Model folder, MONAI bundle (folder or zip), or package.module:function.")
+    ],
+    weights: ModelWeights = None,
+    task: ModelTask = None,
+    classes: ModelClasses = None,
+    channels: ModelChannels = None,
+    size: Annotated[str | None, typer.Option(help="Try it with an image of this size, such as 128x128.")] = None,
+    run_expressions: RunExpressions = False,
+    as_json: Json = False,
+) -> None:
+    """Show a network's layers, what each method would adapt in it, and which methods do not work and why.
+
+    Every method takes one step on an image of noise; nothing is written. See docs/models.md for how to bring a model.
+
+    For example:
+
+        dltta inspect models/a
+
+        dltta inspect my_code.networks:build --weights best.pt --size 256x256
+    """
+    source = ModelSource(
+        model,
+        weights,
+        task,
+        _names(classes),
+        size=_sizes(size),
+        channels=channels,
+        run_expressions=run_expressions,
+    )
+    opened = source.open()
+    with bars() as listener:
+        seen = overview(opened, _sizes(size), progress=listener.count("try methods"))
+    if as_json:
+        typer.echo(json.dumps(seen.as_json()))
+    else:
+        Console().print(seen.tables(), highlight=False)
 
 
 @app.command()

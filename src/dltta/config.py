@@ -22,6 +22,7 @@ from dltta.errors import DataError, SettingError
 from dltta.memory import Distance, MemoryBank, Ready
 from dltta.models.architecture import BUILDERS, Architecture
 from dltta.models.loading import Checkpoint
+from dltta.models.opened import OpenedModel
 from dltta.objectives import ATTA, PTBN, TTT, Objective, Preparation, Source, Tent
 from dltta.rates import Exponential, Fixed, LearningRate, Proportional
 
@@ -94,7 +95,7 @@ class TrainConfig:
     training: Mapping[str, Any] = field(default_factory=dict)
 
 
-def make_objective(method: str, checkpoint: Checkpoint) -> Objective | Preparation:
+def make_objective(method: str, checkpoint: Checkpoint | OpenedModel) -> Objective | Preparation:
     """The method of that name for this checkpoint; says how to train what it lacks."""
     require("method", method, METHODS)
     if method == "ttt":
@@ -122,7 +123,7 @@ def make_rate(rate: str, alpha: float) -> LearningRate:
     return rules[rate]
 
 
-def make_adapter(checkpoint: Checkpoint, method: str, rate: str, settings: AdaptationSettings) -> Adapter:
+def make_adapter(checkpoint: Checkpoint | OpenedModel, method: str, rate: str, settings: AdaptationSettings) -> Adapter:
     """The adapter that one stream is run with; `rate` is "none" for methods without a loss."""
     objective = make_objective(method, checkpoint)
     if method in WITHOUT_RATE:
@@ -143,7 +144,7 @@ def make_adapter(checkpoint: Checkpoint, method: str, rate: str, settings: Adapt
 def open_dataset(spec: str) -> Dataset:
     """A site: a folder of one's own, synthetic cases, or a part of one of the paper's data sets in a folder DIR.
 
-    - `DIR`: see `open_site`
+    - `DIR`: see `open_site`; `slices:DIR` for its volumes slice by slice
     - `phantom:TASK:SITE:COUNT[:SEED]`, such as `phantom:oct:cirrus:48:1`
     - `oct:spectralis[:SPLIT]@DIR` with train, val, train+val or test; `oct:cirrus@DIR` for prepared slices and
       `oct:cirrus:acquired@DIR` for slices still to be resampled, flattened and cropped
@@ -158,9 +159,10 @@ def open_dataset(spec: str) -> Dataset:
         if not (part and folder):
             raise SettingError(f"{spec!r} does not say which part of which folder; write {name}:PART@DIR")
         return _PUBLISHED[name](part, folder)
-    if not Path(spec).is_dir():
-        raise DataError(f"there is no folder {spec}; give a site folder, or phantom:TASK:SITE:COUNT[:SEED]")
-    return open_site(spec)
+    folder = part if name == "slices" else spec
+    if not Path(folder).is_dir():
+        raise DataError(f"there is no folder {folder}; give a site folder, or phantom:TASK:SITE:COUNT[:SEED]")
+    return open_site(folder, slices=name == "slices")
 
 
 def _open_phantom(spec: str) -> Dataset:

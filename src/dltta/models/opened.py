@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dltta.data.case import Task
 from dltta.data.images import Image
 from dltta.errors import InputError, SettingError
+from dltta.models.calibration import Calibration
 from dltta.models.loading import Checkpoint, Reconstructions, Rotation
 
 Kind = Literal["checkpoint", "bundle", "factory"]
@@ -85,6 +86,7 @@ class OpenedModel:
     size: tuple[int, ...] | None = None  # a spatial size that the network is known to take
     rotation: Rotation | None = None  # what TTT needs
     reconstructions: Reconstructions | None = None  # what ATTA needs
+    calibration: Calibration | None = None  # how source images look to its layers
     checkpoint: Checkpoint | None = None  # where it came from, if it is one of ours
     bundle: Path | None = None  # where it came from, if it is a bundle: the folder or zip
 

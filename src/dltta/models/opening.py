@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dltta.data.case import Task
 from dltta.data.images import Image
-from dltta.data.transforms import Preprocessing, resize
+from dltta.data.transforms import Preprocessing
 from dltta.errors import SettingError
+from dltta.models.bundle import is_bundle, open_bundle
 from dltta.models.factories import call_factory, is_factory
 from dltta.models.loading import Checkpoint, load_checkpoint
 from dltta.models.opened import (
@@ -23,7 +25,7 @@ from dltta.models.opened import (
     require_count,
     require_shape,
 )
-from dltta.models.probing import Probe, probe
+from dltta.models.probing import class_names, probe
 from dltta.models.weights import load_weights
 
 __all__ = ["ModelSource", "OpenedModel", "Prepared", "Window", "open_model"]
@@ -61,6 +63,8 @@ class ModelSource:
         path = Path(self.spec)
         if (path / "model.json").is_file():
             return self._checkpoint(path)
+        if path.exists() and is_bundle(path):
+            return self._bundle(path)
         if is_factory(self.spec) and not path.exists():
             return self._factory()
         raise SettingError(
@@ -73,6 +77,18 @@ class ModelSource:
         )
         return self._windowed(open_checkpoint(load_checkpoint(folder), folder.resolve().name))
 
+    def _bundle(self, path: Path) -> OpenedModel:
+        self._refuse("a bundle", "preprocessing", "channels")
+        opened = open_bundle(
+            path,
+            weights=self.weights,
+            task=self.task,
+            classes=self.classes,
+            size=self.size,
+            run_expressions=self.run_expressions,
+        )
+        return self._windowed(opened)
+
     def _factory(self) -> OpenedModel:
         self._refuse("code", "run_expressions")
         model = call_factory(self.spec)
@@ -83,7 +99,7 @@ class ModelSource:
         seen = probe(model, in_channels=self.channels, size=asked)
         if self.task not in (None, seen.task):
             raise SettingError(f"{self.spec} gives a {seen.task}, not a {self.task}")
-        classes = self.classes or _class_names(seen)
+        classes = self.classes or class_names(seen.task, seen.channels)
         require_count(self.spec, classes, seen.channels)
         preprocessing = self.preprocessing or Preprocessing()
         opened = OpenedModel(
@@ -164,6 +180,7 @@ def open_checkpoint(checkpoint: Checkpoint, name: str) -> OpenedModel:
         size=tuple(patch) if patch else preprocessing.size,
         rotation=checkpoint.rotation,
         reconstructions=checkpoint.reconstructions,
+        calibration=checkpoint.calibration,
         checkpoint=checkpoint,
     )
     return replace(opened, fingerprint=_fingerprint(opened, preprocessing, architecture.as_json()))
@@ -196,14 +213,16 @@ def _preparation(
             if task == "classification":
                 return probability
             require_classes(probability, classes)
-            return probability if probability.shape[1:] == spatial else resize(probability, spatial)
+            return _interpolated(probability, spatial)
 
         return Prepared(preprocessing.image(torch.from_numpy(image.array)), restore)
 
     return prepare
 
 
-def _class_names(seen: Probe) -> tuple[str, ...]:
-    """Names for classes that nobody named; a single channel tells a second class from the first."""
-    numbers = [f"class_{number}" for number in range(max(seen.channels, 2))]
-    return tuple(["background", *numbers[1:]] if seen.task == "segmentation" else numbers)
+def _interpolated(probability: Tensor, size: tuple[int, ...]) -> Tensor:
+    """Linearly and without a filter against aliasing, as MONAI inverts a resizing: an exported bundle agrees."""
+    if probability.shape[1:] == size:
+        return probability
+    mode = {2: "bilinear", 3: "trilinear"}[len(size)]
+    return F.interpolate(probability[None], size=size, mode=mode, align_corners=False)[0]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ def probe(model: nn.Module, *, in_channels: int | None = None, size: Sequence[in
                 raise
             failure = (" ".join(str(error).split()) or type(error).__name__)[:160]
             continue
+        _require_logits(model, logits)
         return Probe(_task(logits, spatial), len(spatial), channels, spatial, logits.shape[1])
     raise SettingError(
         f"{type(model).__name__} cannot be tried out ({failure}); say what it takes: --size 128x128, --channels 3"
@@ -56,15 +58,27 @@ def noise_pass(model: nn.Module, channels: int, size: Sequence[int]) -> Tensor:
         return forward_pass(model, x.to(like)).logits
 
 
+def axes_of(model: nn.Module) -> int:
+    """The number of spatial axes, read off the first convolution; 2 if there is none."""
+    return next((len(layer.kernel_size) for layer in model.modules() if isinstance(layer, _ConvNd)), 2)
+
+
 def _candidates(
     model: nn.Module, in_channels: int | None, size: Sequence[int] | None
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Channels and sizes to try; a given size is tried small first, which is quick and which most networks take."""
     convolutions = [layer for layer in model.modules() if isinstance(layer, _ConvNd)]
-    axes = [len(size)] if size else list(dict.fromkeys(len(layer.kernel_size) for layer in convolutions))[:1]
     widths = [in_channels] if in_channels else list(dict.fromkeys(layer.in_channels for layer in convolutions))[:3]
-    for number in axes:
-        for edge in [None] if size else SIZES[number]:
-            yield from ((channels, tuple(size or (edge,) * number)) for channels in widths)  # type: ignore[misc]
+    sizes = [(edge,) * axes_of(model) for edge in SIZES[axes_of(model)]]
+    if size:
+        sizes = list(dict.fromkeys([tuple(min(edge, SIZES[len(size)][0]) for edge in size), tuple(size)]))
+    yield from product(widths, sizes)
+
+
+def class_names(task: Task, channels: int) -> tuple[str, ...]:
+    """Names for classes that nobody named; a single channel tells a second class from the first."""
+    numbers = [f"class_{number}" for number in range(max(channels, 2))]
+    return tuple(["background", *numbers[1:]] if task == "segmentation" else numbers)
 
 
 def _task(logits: Tensor, size: tuple[int, ...]) -> Task:
@@ -76,6 +90,15 @@ def _task(logits: Tensor, size: tuple[int, ...]) -> Task:
         f"the network answers an image of {_text(size)} with {_text(logits.shape[1:])}; a prediction has one value per "
         "class, or one per class and position of the image"
     )
+
+
+def _require_logits(model: nn.Module, logits: Tensor) -> None:
+    """Probabilities sum to one over the classes; logits do not."""
+    if logits.shape[1] > 1 and logits.min() >= 0 and (logits.sum(dim=1) - 1).abs().max() < 1e-4:
+        raise SettingError(
+            f"{type(model).__name__} gives probabilities, but adapting needs the logits before its softmax; "
+            "leave the softmax out of the network"
+        )
 
 
 def _text(sizes: Sequence[int]) -> str:

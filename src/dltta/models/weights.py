@@ -22,7 +22,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
     saved = read_weights(path)
     own = model.state_dict()
     fitting = next((each for each in _spellings(saved) if each.keys() == own.keys()), saved)
-    _require_fit(path, fitting, own)
+    require_fit(str(path), fitting, own)
     model.load_state_dict(dict(fitting))
 
 
@@ -70,13 +70,14 @@ def _spellings(saved: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
             yield from _spellings({name.removeprefix(prefix): tensor for name, tensor in saved.items()})
 
 
-def _require_fit(path: Path, saved: Mapping[str, Tensor], own: Mapping[str, Any]) -> None:
+def require_fit(what: str, saved: Mapping[str, Tensor], own: Mapping[str, Any]) -> None:
+    """Raise `StateError` unless the saved tensors are, by name and shape, those of a network."""
     missing = sorted(own.keys() - saved.keys())
     foreign = sorted(saved.keys() - own.keys())
     misfit = sorted(name for name in own.keys() & saved.keys() if _shape(own[name]) != _shape(saved[name]))
     if missing or foreign or misfit:
         raise StateError(
-            f"{path} does not fit the network: {len(missing)} tensors missing, {len(foreign)} foreign, {len(misfit)} "
+            f"{what} does not fit the network: {len(missing)} tensors missing, {len(foreign)} foreign, {len(misfit)} "
             f"of another shape, the first {(misfit + missing + foreign)[0]!r}; give the weights of this architecture"
         )
 

@@ -1,0 +1,154 @@
+"""2 networks. What is a network made of, and what would a method change in it? Looked at with one image of noise."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dltta.errors import SettingError
+from dltta.models.features import forward_pass, forward_with_features
+from dltta.models.normalization import normalization_layers
+
+REPEATED = 5  # so many neighbors of one build are shown as one
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer that computes something itself, or a run of neighbors like the one before it."""
+
+    name: str
+    kind: str
+    output: tuple[int, ...] | None  # (C, *positions) for one image; None when it is not run or gives no tensor
+    parameters: int
+    repeats: int = 0  # of a run: how many neighbors it stands for
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """The normalization layers of one kind."""
+
+    kind: str
+    layers: int
+    affine: int  # of these, with scale and shift
+    stored: int  # of these, with statistics of the training set
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """A network as one pass shows it."""
+
+    kind: str
+    input: tuple[int, ...]  # (C, *positions)
+    output: tuple[int, ...]
+    parameters: int
+    layers: tuple[Layer, ...]
+    normalization: tuple[Normalization, ...]
+    feature_layer: str | None  # the layer that a memory uses unless another is named; None if none can be found
+    key: tuple[int, ...]  # what it gives for one image
+    bytes_per_image: int  # of its key and probabilities in a memory
+
+
+def look(model: nn.Module, x: Tensor) -> Anatomy:
+    """Runs the network on x (1, C, *spatial)."""
+    with torch.no_grad(), _shapes(model) as shapes:
+        logits = forward_pass(model, x).logits
+        layer, key = _features(model, x)
+    answer = tuple(logits.shape[1:])
+    value = (max(answer[0], 2), *answer[1:])  # a sigmoid channel is remembered as two probabilities
+    width = logits.element_size()
+    return Anatomy(
+        kind=type(model).__name__,
+        input=tuple(x.shape[1:]),
+        output=answer,
+        parameters=count(model),
+        layers=tuple(_layers(model, "", shapes)),
+        normalization=tuple(_normalization(model)),
+        feature_layer=layer,
+        key=key,
+        bytes_per_image=width * math.prod(key) + max(width, 4) * math.prod(value),
+    )
+
+
+def _features(model: nn.Module, x: Tensor) -> tuple[str | None, tuple[int, ...]]:
+    """The layer that a memory would use and the shape of what it gives for one image."""
+    try:
+        seen = forward_with_features(model, None, x)
+    except SettingError:  # the pass itself has just worked, so it is that there is no such layer
+        return None, ()
+    return seen.layer, () if seen.features is None else tuple(seen.features.shape[1:])
+
+
+def count(model: nn.Module) -> int:
+    """How many numbers there are in a network's parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def statistics_changed(before: nn.Module, after: nn.Module) -> int:
+    """How many layers normalize by other statistics than they did."""
+    then = dict(before.named_modules())
+    return sum(
+        type(layer) is not type(then.get(name)) or _tracks(layer) != _tracks(then[name])
+        for name, layer in normalization_layers(after)
+        if name in then
+    )
+
+
+def _tracks(layer: nn.Module) -> bool:
+    return bool(getattr(layer, "track_running_stats", False))
+
+
+def _layers(module: nn.Module, name: str, shapes: dict[str, tuple[int, ...]]) -> Iterator[Layer]:
+    """Those with parameters of their own and those without children; of long runs of one build only the first."""
+    children = list(module.named_children())
+    own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+    if not children or own:
+        yield Layer(name or "network", type(module).__name__, shapes.get(name), own)
+    for _, group in groupby(children, key=lambda child: _build(child[1])):
+        run = [(f"{name}.{part}" if name else part, child) for part, child in group]
+        shown = run[:1] if len(run) >= REPEATED else run
+        for path, child in shown:
+            yield from _layers(child, path, shapes)
+        if hidden := run[len(shown) :]:
+            path, last = hidden[-1]
+            total = sum(count(child) for _, child in hidden)
+            between = f"{hidden[0][0]} … {path.rpartition('.')[2]}"
+            yield Layer(between, type(last).__name__, shapes.get(path), total, len(hidden))
+
+
+def _build(module: nn.Module) -> tuple[Any, ...]:
+    """What a module is made of, whatever the sizes."""
+    return (type(module), *(_build(child) for child in module.children()))
+
+
+def _normalization(model: nn.Module) -> Iterator[Normalization]:
+    layers = sorted((layer for _, layer in normalization_layers(model)), key=lambda layer: type(layer).__name__)
+    for kind, group in groupby(layers, key=lambda layer: type(layer).__name__):
+        found = list(group)
+        affine = sum(isinstance(getattr(layer, "weight", None), nn.Parameter) for layer in found)
+        stored = sum(getattr(layer, "running_mean", None) is not None for layer in found)
+        yield Normalization(kind, len(found), affine, stored)
+
+
+@contextmanager
+def _shapes(model: nn.Module) -> Iterator[dict[str, tuple[int, ...]]]:
+    """While the context lasts: the shape that each layer gives for one image, by name."""
+    found: dict[str, tuple[int, ...]] = {}
+
+    def record(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                found[name] = tuple(output.shape[1:])
+
+        return hook
+
+    handles = [layer.register_forward_hook(record(name)) for name, layer in model.named_modules()]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
