@@ -5,7 +5,7 @@ from dltta.discrepancy import symmetric_kl
 from dltta.errors import DlttaError
 from dltta.guard import Limits, Ruling, SourceGuard
 from dltta.memory import MemoryBank
-from dltta.rates import Exponential, Fixed, LearningRate, Proportional
+from dltta.rates import Exponential, Fixed, LearningRate, Proportional, Relative
 from dltta.version import __version__
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Limits",
     "MemoryBank",
     "Proportional",
+    "Relative",
     "Ruling",
     "SourceGuard",
     "Step",

@@ -2,9 +2,9 @@
 
 A collapsed network agrees with its own memory: the discrepancy goes to zero and the collapse stays. So the guard looks
 elsewhere, at signals that need no label: the images, the rate, how far the parameters and the answers have moved from
-where source training left them, and how much of an image each class takes. `Adapter` asks it before and after an update,
-and on an objection tries in turn: the state before the update, the last good state, the source parameters, and at last
-the source network as it was trained.
+where source training left them, and how much of an image each class takes. `Adapter` asks it before and after an
+update, and on an objection tries in turn: the state before the update, the last good state, the source parameters, and
+at last the source network as it was trained.
 """
 
 import math
