@@ -5,7 +5,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +17,8 @@ from rich.markup import escape
 from dltta.config import (
     METHODS,
     OPTIMIZERS,
+    RATES,
+    STATISTICS,
     AdaptationSettings,
     TrainConfig,
     build,
@@ -28,6 +30,7 @@ from dltta.config import (
 )
 from dltta.data.cards import card
 from dltta.data.check import PUBLISHED, check_published, check_site
+from dltta.data.incoming import find_incoming, watch_incoming
 from dltta.demo import NOTES, TASKS, demo_experiment
 from dltta.errors import DlttaError, SettingError
 from dltta.evaluation import Results, by_target, rich_table, sentences, write_report
@@ -35,10 +38,13 @@ from dltta.evaluation.folders import record_csv, score_folders
 from dltta.evaluation.metrics import DISTANCES
 from dltta.experiment import Experiment, run_experiment, write_tables
 from dltta.files import write_atomically
+from dltta.maintenance import export, list_versions, roll_back, show_version, verify
+from dltta.models.opened import OpenedModel
 from dltta.models.opening import ModelSource
 from dltta.overview import overview
 from dltta.progress import bars, screen
 from dltta.reproduce import Setup, check, chosen, reproduce
+from dltta.stream import Stream, StreamSettings, Summary
 from dltta.training import SourceTraining, TrainingSettings
 from dltta.training.fit import Ranks, Row
 from dltta.training.settings import AUXILIARIES
@@ -249,6 +255,208 @@ def inspect_(
         typer.echo(json.dumps(seen.as_json()))
     else:
         Console().print(seen.tables(), highlight=False)
+
+
+@app.command()
+def adapt(
+    model: Annotated[
+        str, typer.Option("-m", "--model", help="Model folder, MONAI bundle, or package.module:function.")
+    ],
+    images: Annotated[Path, typer.Option("-i", "--input", help="Folder of images, or one image.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for answers, log and state.")],
+    method: Annotated[str, typer.Option(help="tent, ptbn, ttt, atta or source.")] = "tent",
+    rate: Annotated[str, typer.Option(help="relative, dynamic (Eq. 6), exponential or fixed.")] = "relative",
+    mode: Annotated[str, typer.Option(help="continual, image-specific, shadow or frozen.")] = "continual",
+    alpha: Annotated[float | None, typer.Option(help="Initial rate [default: 1e-3, classification 3e-4]")] = None,
+    optimizer: Annotated[str, typer.Option(help="sgd, which is Eq. (2), or adam.")] = "sgd",
+    statistics: Annotated[
+        str | None, typer.Option(help="batch, shrunken, blended, running [default: shrunken if calibrated, else batch]")
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Classification: images per update [default: 200]")] = None,
+    guard: Annotated[bool, typer.Option("--guard/--no-guard", help="Undo updates that make things worse.")] = True,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue a stream in this output folder.")] = False,
+    on_error: Annotated[str, typer.Option(help="A case that cannot be used: stop or skip.")] = "stop",
+    order: Annotated[str, typer.Option(help="Take images by name or by time.")] = "name",
+    watch: Annotated[bool, typer.Option("--watch", help="Keep adapting as files arrive; a file STOP ends it.")] = False,
+    idle: Annotated[float | None, typer.Option(help="With --watch: end after so many seconds without news.")] = None,
+    save_probabilities: Annotated[bool, typer.Option("--save-probabilities", help="Write these too.")] = False,
+    anonymize: Annotated[bool, typer.Option("--anonymize", help="Name cases by their content's hash.")] = False,
+    patch: Annotated[str | None, typer.Option(help="Slide a window of this size over larger images.")] = None,
+    weights: ModelWeights = None,
+    task: ModelTask = None,
+    classes: ModelClasses = None,
+    channels: ModelChannels = None,
+    run_expressions: RunExpressions = False,
+    device: Device = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Adapt a network to unlabeled images as they come, and write an answer for each.
+
+    Answers have the images' format, size and orientation; classification writes predictions.csv. stream.jsonl tells
+    what happened to each case. It can be stopped at any moment: `--resume` continues as if it had not been.
+
+    For example:
+
+        dltta adapt -m models/a -i incoming -o answers
+
+        dltta adapt -m bundles/spleen -i scans -o answers --method tent --rate dynamic --on-error skip
+
+        dltta adapt -m models/a -i incoming -o answers --watch --resume
+    """
+    require("method", method, METHODS)
+    require("rate", rate, RATES)
+    require("optimizer", optimizer, OPTIMIZERS)
+    require("order", order, ("name", "time"))
+    if idle is not None and not watch:
+        raise SettingError("--idle ends a watch; add --watch, or leave it out")
+    source = ModelSource(
+        model, weights, task, _names(classes), channels=channels, patch=_sizes(patch), run_expressions=run_expressions
+    )
+    opened = source.open()
+    opened.model.to(_device(device))
+    settings = StreamSettings(
+        method,
+        rate,
+        mode,  # type: ignore[arg-type]  # StreamSettings says which are known
+        AdaptationSettings(
+            alpha=alpha,
+            batch_size=batch_size,
+            optimizer="adam" if optimizer == "adam" else "sgd",
+            ready="neighbors",
+            statistics=_statistics(statistics, opened),
+            guard=guard,
+        ),
+        on_error,  # type: ignore[arg-type]
+        save_probabilities,
+        anonymize,
+    )
+    cases = _cases(images, order, watch, idle)
+    with Stream(opened, output, settings, resume=resume) as stream, bars() as listener:
+        summary = stream.run(cases, listener.cases(None if watch else len(cases)))
+    _report(summary, output, as_json)
+    if summary.failed:
+        raise typer.Exit(1)
+
+
+def _statistics(name: str | None, opened: OpenedModel) -> Any:
+    if name is not None:
+        require("statistics", name, STATISTICS)
+    return name or ("shrunken" if opened.calibration is not None else "batch")
+
+
+def _cases(images: Path, order: str, watch: bool, idle: float | None) -> Any:
+    chosen: Any = order
+    if watch:
+        return watch_incoming(images, order=chosen, idle=idle)
+    return find_incoming(images, order=chosen)
+
+
+def _report(summary: Summary, output: Path, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"output": str(output), **asdict(summary)}))
+        return
+    for sentence in summary.failed:
+        screen.print(f"[yellow]skipped:[/yellow] {escape(sentence)}", highlight=False, soft_wrap=True)
+    parts = [f"{summary.answered} answered"]
+    parts += [f"{summary.repeated} the same as before"] if summary.repeated else []
+    parts += [f"{summary.before} done by an earlier run"] if summary.before else []
+    parts += [f"{len(summary.failed)} failed"] if summary.failed else []
+    typer.echo(f"{output}: {', '.join(parts)}")
+
+
+state = typer.Typer(no_args_is_help=True, help="Look at, undo, verify and take out what a stream has learned.")
+app.add_typer(state, name="state")
+Answers = Annotated[Path, typer.Argument(help="The output folder of dltta adapt.")]
+
+
+@state.command("list")
+def state_list(output: Answers, as_json: Json = False) -> None:
+    """The versions that one can go back to.
+
+    For example:
+
+        dltta state list answers
+    """
+    versions = list_versions(output)
+    if as_json:
+        typer.echo(json.dumps([asdict(version) for version in versions]))
+        return
+    for version in versions:
+        mark = "*" if version.current else " "
+        typer.echo(f"{mark} {version.version:6d}  {version.bytes / 1e6:8.2f} MB  {version.case or ''}")
+
+
+@state.command("show")
+def state_show(
+    output: Answers,
+    version: Annotated[int | None, typer.Option(help="[default: the current one]")] = None,
+    as_json: Json = False,
+) -> None:
+    """What a version holds and the settings of its stream.
+
+    For example:
+
+        dltta state show answers --version 12
+    """
+    found = show_version(output, version)
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    typer.echo(f"version {found['version']} after {found['batches']} batches, {found['memory']} pairs in memory")
+    typer.echo(f"{len(found['adapted'])} adapted tensors: {', '.join(list(found['adapted'])[:3])} …")
+    for key, value in found["settings"].items():
+        typer.echo(f"{key}: {value}")
+
+
+@state.command("rollback")
+def state_rollback(
+    output: Answers, version: Annotated[int, typer.Option("--to", help="Version to go back to.")]
+) -> None:
+    """Go on from an older version; the log keeps what happened.
+
+    For example:
+
+        dltta state rollback answers --to 12
+    """
+    typer.echo(f"{output}: version {roll_back(output, version)} is version {version} again")
+
+
+@state.command("verify")
+def state_verify(output: Answers, as_json: Json = False) -> None:
+    """Find altered, moved or missing lines of the log, and altered answers; exit code 1 if there are any.
+
+    For example:
+
+        dltta state verify answers
+    """
+    problems = verify(output)
+    if as_json:
+        typer.echo(json.dumps(problems))
+    else:
+        typer.echo("\n".join(problems) if problems else f"{output}: the record is as it was written")
+    raise typer.Exit(1 if problems else 0)
+
+
+@state.command("export")
+def state_export(
+    output: Answers,
+    model: Annotated[str, typer.Option("-m", "--model", help="The model that the stream was begun with.")],
+    target: Annotated[Path, typer.Option("-o", "--output", help="Folder to write.")],
+    bundle: Annotated[bool, typer.Option("--bundle", help="As a MONAI bundle.")] = False,
+    weights: ModelWeights = None,
+    classes: ModelClasses = None,
+    channels: ModelChannels = None,
+    run_expressions: RunExpressions = False,
+) -> None:
+    """Write the adapted network as a plain model for frozen use, with its stored normalization statistics.
+
+    For example:
+
+        dltta state export answers -m models/a -o models/a_at_b --bundle
+    """
+    source = ModelSource(model, weights, None, _names(classes), channels=channels, run_expressions=run_expressions)
+    export(output, source.open(), target, bundle=bundle)
+    typer.echo(f"{target}: the network as {output} left it")
 
 
 @app.command()

@@ -108,9 +108,7 @@ def make_statistics(name: str, calibration: Calibration | None, batch_size: int 
     require("statistics", name, STATISTICS)
     if name == "shrunken":
         if calibration is None:
-            raise SettingError(
-                "shrunken statistics need a calibrated network; train it again, or use batch statistics"
-            )
+            raise SettingError("shrunken statistics need a calibrated network; train it again, or use batch statistics")
         return Shrunken(calibration.moments(batch_size))
     plain: dict[str, Statistics] = {"batch": BATCH_STATISTICS, "blended": Blended(), "running": Running()}
     return plain[name]

@@ -1,6 +1,6 @@
 """Progress bars on standard error; results go to standard output."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,17 @@ class Bars(Listener):
         """A bar for anything that reports how much of how much is done."""
         bar = self.progress.add_task(what, total=None)
         return lambda done, total: self.progress.update(bar, completed=done, total=total)
+
+    def cases(self, total: int | None) -> Callable[[Mapping[str, Any]], None]:
+        """A bar for a stream, with the rate and the discrepancy of the latest case."""
+        bar = self.progress.add_task("adapt", total=total)
+
+        def tick(line: Mapping[str, Any]) -> None:
+            parts = [f"{key} {line[key]:.2g}" for key in ("rate", "discrepancy") if line.get(key) is not None]
+            parts += [str(line["guard"])] if line.get("guard") not in (None, "accepted") else []
+            self.progress.update(bar, advance=1, note=" ".join(parts))
+
+        return tick
 
     def training(self, seed: int) -> Report:
         bars: dict[str, TaskID] = {}

@@ -89,6 +89,16 @@ class StateFolder:
         pairs = tuple((int(version), int(count)) for version, count in description["pairs"])
         return Version(number, state, pairs, description["head"])
 
+    def copy(self, number: int, new: int, head: str) -> None:
+        """Version `new` is what version `number` was."""
+        version = self.read(number)
+        description = {"pairs": [list(pair) for pair in version.pairs], "head": head}
+        write_atomically(self._version(new), pack(version.state, description))
+
+    def size(self, number: int) -> int:
+        """Bytes of a version, without the pairs of its memory."""
+        return self._version(number).stat().st_size
+
     def numbers(self) -> list[int]:
         """The versions on disk, oldest first."""
         return _numbers(self.folder / "versions")

@@ -1,21 +1,26 @@
 """6 update, 7 prediction. Volumes larger than the network's patch: every window is one step of the stream."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Protocol
+from typing import Literal, Protocol
 
 from monai.inferers import sliding_window_inference
 from torch import Tensor
 
 from dltta.adapter import Step, Update
 from dltta.errors import InputError, SettingError
+from dltta.guard import Verdict
+
+GRAVITY: tuple[Verdict, ...] = ("accepted", "skipped", "rolled back", "source")
 
 
 class Stepping(Protocol):
     """What adapts to one batch after another, such as `Adapter`."""
 
     def step(self, x: Tensor, *, case: str | None = None) -> Step: ...
+
+    def answer(self, x: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -25,11 +30,19 @@ class SlidingWindows:
     `patch` is the size of a window along each spatial axis; a smaller image is padded with zeros to it. Neighboring
     windows share `overlap` (a fraction) of their size, and where they do, the answer is the mean of their logits. The
     network goes on from window to window, so a window that raises leaves the adapter as the windows before it made it.
+    `mode` weighs overlapping windows alike or by a gaussian; padding and its value are MONAI's. With `whole` the answer
+    is a second walk over the image with the network as the last window left it: no seams between early and late
+    windows, for one more pass each.
     """
 
     adapter: Stepping
     patch: tuple[int, ...]
     overlap: float = 0.25
+    mode: Literal["constant", "gaussian"] = "constant"
+    sigma_scale: float = 0.125
+    padding_mode: str = "constant"
+    cval: float = 0.0
+    whole: bool = False
 
     def __post_init__(self) -> None:
         if not self.patch or min(self.patch) < 1:
@@ -50,8 +63,36 @@ class SlidingWindows:
             taken.append(self.adapter.step(window, case=f"{case or 'image'}, window {len(taken) + 1}"))
             return taken[-1].logits.to(window.device)
 
-        blended = sliding_window_inference(x, self.patch, 1, adapt, overlap=self.overlap)
-        return Step(blended, _mean_update([step.updates[0] for step in taken if step.updates]))
+        blended = self._over(x, adapt)
+        together = joined(taken)
+        by_source = together.ruling is not None and together.ruling.verdict == "source"
+        if self.whole and len(taken) > 1 and not by_source:
+            blended = self._over(x, lambda window: self.adapter.answer(window).to(window.device))
+        return Step(blended, together.updates, together.ruling)
+
+    def _over(self, x: Tensor, answer: Callable[[Tensor], Tensor]) -> Tensor:
+        blended: Tensor = sliding_window_inference(
+            x,
+            self.patch,
+            1,
+            answer,
+            overlap=self.overlap,
+            mode=self.mode,
+            sigma_scale=self.sigma_scale,
+            padding_mode=self.padding_mode,
+            cval=self.cval,
+        )
+        return blended
+
+
+def joined(steps: Sequence[Step]) -> Step:
+    """Several steps on parts of one image as one: the means of their numbers, and the guard's gravest ruling.
+
+    The logits are those of the last part.
+    """
+    rulings = [step.ruling for step in steps if step.ruling is not None]
+    gravest = max(rulings, key=lambda ruling: GRAVITY.index(ruling.verdict), default=None)
+    return Step(steps[-1].logits, _mean_update([step.updates[0] for step in steps if step.updates]), gravest)
 
 
 def _mean_update(updates: Sequence[Update]) -> tuple[Update, ...]:
