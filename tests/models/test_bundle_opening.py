@@ -154,6 +154,20 @@ class TestImages:
         expected = reference({"image": str(tmp_path / "a.nii.gz")})["image"]
         assert torch.equal(prepared.image, expected.as_tensor())
 
+    def test_transforms_that_monai_joins_are_joined(self, tmp_path):
+        """Lazy resampling: one interpolation for several transforms, and one on the way back."""
+        flip = {"_target_": "Flipd", "keys": "image", "spatial_axis": 1}
+        lazy = {**transforms(LOAD, FIRST, ORIENT, SPACING, flip), "lazy": True}
+        image = volume(tmp_path / "a.nii.gz", noise())
+        make_bundle(tmp_path / "b", config(preprocessing=lazy))
+        prepared = open_model(str(tmp_path / "b")).prepare(image)
+        reference = ConfigParser({"x": copy.deepcopy(lazy)}).get_parsed_content("x")
+        expected = reference({"image": str(tmp_path / "a.nii.gz")})["image"]
+        assert torch.equal(prepared.image, expected.as_tensor())
+        back = prepared.restore(probabilities(3, prepared.image.shape[1:]))
+        assert back.shape == (3, *SHAPE)
+        assert back.sum(dim=0).numpy() == pytest.approx(1, abs=1e-5)
+
     @pytest.mark.parametrize("color", [True, False])
     @pytest.mark.parametrize("load", [LOAD, {**LOAD, "reader": {"_target_": "PILReader", "reverse_indexing": False}}])
     def test_pictures_are_prepared_as_monai_does_with_the_file(self, tmp_path, color, load):
@@ -357,6 +371,7 @@ class TestAnswers:
         )
         bundle = open_model(str(tmp_path / "b"))
         assert (bundle.activation, bundle.threshold, bundle.classes) == ("sigmoid", 0.3, ("background", "lesion"))
+        assert bundle.labels(torch.tensor([[0.65, 0.75], [0.35, 0.25]])).tolist() == [1, 0]
 
     @pytest.mark.parametrize(
         ("channels", "steps", "words"),

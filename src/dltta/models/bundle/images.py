@@ -147,7 +147,7 @@ class Pipeline:
         stacked = MetaTensor(torch.cat([probability, seen]).detach())
         stacked.applied_operations, stacked.meta = copy.deepcopy(operations), copy.deepcopy(meta)
         try:
-            inverted = self.compose.inverse({self.traced: stacked})[self.traced]
+            inverted = self.compose.inverse({self.traced: stacked})[self.traced] if operations else stacked
         except FAILURES as error:
             raise InputError(f"the bundle's preprocessing cannot be inverted: {reason(error)}") from error
         plain: Tensor = inverted.as_tensor().to(probability)
