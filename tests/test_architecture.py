@@ -14,7 +14,7 @@ RANK = [
     {"predictions", "discrepancy"},
     {"models"},
     {"objectives"},
-    {"memory", "rates"},
+    {"memory", "rates", "guard"},
     {"adapter"},
     {"windows"},
     {"evaluation", "testing"},

@@ -3,8 +3,9 @@
 from dltta.adapter import Adapter, Step, Update
 from dltta.discrepancy import symmetric_kl
 from dltta.errors import DlttaError
+from dltta.guard import Limits, Ruling, SourceGuard
 from dltta.memory import MemoryBank
-from dltta.rates import Exponential, Fixed, LearningRate, Proportional
+from dltta.rates import Exponential, Fixed, LearningRate, Proportional, Relative
 from dltta.version import __version__
 
 __all__ = [
@@ -13,8 +14,12 @@ __all__ = [
     "Exponential",
     "Fixed",
     "LearningRate",
+    "Limits",
     "MemoryBank",
     "Proportional",
+    "Relative",
+    "Ruling",
+    "SourceGuard",
     "Step",
     "Update",
     "__version__",

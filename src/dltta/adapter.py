@@ -2,16 +2,18 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from dltta.discrepancy import batch_discrepancy
 from dltta.errors import DlttaError, InputError, NonFiniteError, NothingToAdaptError, SettingError, StateError
+from dltta.guard import Evidence, Guard, Ruling, Verdict
 from dltta.memory import MemoryBank
 from dltta.models.features import Seen, find_layer, forward_pass, forward_with_features
 from dltta.objectives.objective import Objective, Preparation
@@ -41,6 +43,7 @@ class Step:
 
     logits: Tensor  # (B, C, *positions)
     updates: tuple[Update, ...]  # empty for methods without a loss
+    ruling: Ruling | None = None  # the guard's; None without one
 
     @property
     def loss(self) -> float | None:
@@ -65,7 +68,8 @@ class Adapter(nn.Module):
     `optimizer` makes the optimizer from the parameters (plain SGD is Eq. (2)); its learning rate is owned by `rate`.
     `steps` gradient steps are taken per batch. `mode="image-specific"` returns network and optimizer to the source
     before every batch; the memory goes on. `predict="before"` answers from the pass before the last update and saves
-    the pass after it.
+    the pass after it. `guard` may undo an update or answer with the network as it was given (`Step.ruling`), for the
+    price of two more passes.
 
     A step that raises leaves everything as it was. `train()` and `eval()` do not reach the network: it always runs in
     evaluation mode, as the objective prepared it.
@@ -82,6 +86,7 @@ class Adapter(nn.Module):
         steps: int = 1,
         mode: Mode = "continual",
         predict: Predict = "after",
+        guard: Guard | None = None,
     ) -> None:
         super().__init__()
         _check_settings(objective, rate, memory, steps, mode, predict)
@@ -94,11 +99,13 @@ class Adapter(nn.Module):
             self.mode: Mode = mode
             self.predict: Predict = predict
             self.taken = 0  # batches adapted to so far
+            self.guard = guard
+            self._given = [] if guard is None else [copy.deepcopy(self.model)]  # not part of this module's state
             self._adapted = self._prepare()
             self._optimizer = optimizer(self._adapted) if self._adapted else None
             if memory is not None and memory.layer is not None:
                 find_layer(self.model, memory.layer)
-            self._source = _Snapshot(self)
+            self._source = self._good = _Snapshot(self)
             self._initial = self._extra_state()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,27 +113,74 @@ class Adapter(nn.Module):
         return self.step(x).logits
 
     def step(self, x: Tensor, *, case: str | None = None) -> Step:
-        """Algorithm 1 for one batch x (B, C, *spatial); `case` names it in errors."""
+        """Adapt to one batch x (B, C, *spatial), answer it, remember it; `case` names it in errors."""
         with self._all_or_nothing(case), torch.inference_mode(False):
             x = self._accept(x)
             if self.mode == "image-specific":
                 self._source.restore()
-            seen = self._forward(x, learning=self.steps > 0)  # q = h(x), v = g(q) with θ_t
-            updates = []
-            for remaining in reversed(range(self.steps)):
-                discrepancy = self._discrepancy(seen)  # Eq. (3), (4), (5)
-                rate = self._rate(discrepancy)  # Eq. (6)
-                loss = self._update(x, seen.logits, rate)  # Eq. (2)
-                updates.append(Update(loss, discrepancy, rate))
-                if remaining or self.predict == "after":
-                    seen = self._forward(x, learning=remaining > 0)  # with θ_{t+1}
-            self._remember(seen)
+            if self.guard is None:
+                (seen, updates), ruling = self._adapt(x), None
+            else:
+                seen, updates, ruling = self._adapt_guarded(x, self.guard)
+            if ruling is None or ruling.verdict != "source":
+                self._remember(seen)
             self.taken += 1
-            return Step(seen.logits.detach(), tuple(updates))
+            return Step(seen.logits.detach(), tuple(updates), ruling)
+
+    def answer(self, x: Tensor) -> Tensor:
+        """The prediction (B, C, *positions) of the network as it stands, learning nothing and changing nothing."""
+        with torch.inference_mode(False):
+            buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+            logits = self._forward(self._accept(x), learning=False).logits
+            for buffer, before in buffers:
+                buffer.copy_(before)
+            return logits
+
+    def _adapt(self, x: Tensor) -> tuple[Seen, list[Update]]:
+        """Algorithm 1 for one batch, up to the memory."""
+        seen = self._forward(x, learning=self.steps > 0)  # q = h(x), v = g(q) with θ_t
+        updates = []
+        for remaining in reversed(range(self.steps)):
+            discrepancy = self._discrepancy(seen)  # Eq. (3), (4), (5)
+            rate = self._rate(discrepancy)  # Eq. (6)
+            loss = self._update(x, seen.logits, rate)  # Eq. (2)
+            updates.append(Update(loss, discrepancy, rate))
+            if remaining or self.predict == "after":
+                seen = self._forward(x, learning=remaining > 0)  # with θ_{t+1}
+        return seen, updates
+
+    def _adapt_guarded(self, x: Tensor, guard: Guard) -> tuple[Seen, list[Update], Ruling]:
+        """Algorithm 1, then the guard's ladder: the first answer that it does not object to."""
+        given = self._as_given(x)
+        if (reason := guard.refuse(x)) is not None:
+            return given, [], Ruling("source", reason)
+        before = _Snapshot(self)
+        updates: list[Update] = []
+        try:
+            seen, updates = self._adapt(x)
+        except NonFiniteError as error:
+            reason, signals = str(error), None
+        else:
+            evidence = self._evidence(x, seen, given, updates)
+            reason, signals = guard.object(evidence), guard.signals(evidence)
+            if reason is None:
+                self._good = before if self.mode == "continual" else self._source
+                return seen, updates, Ruling("accepted", None, signals)
+        steps: list[tuple[Verdict, _Snapshot]] = [("skipped", before), ("rolled back", self._good)]
+        for verdict, state in [*steps, ("rolled back", self._source)]:
+            state.restore()
+            try:
+                seen = self._forward(x, learning=False)
+            except NonFiniteError:
+                continue
+            if guard.object(self._evidence(x, seen, given, [])) is None:
+                return seen, updates, Ruling(verdict, reason, signals)
+        return given, updates, Ruling("source", reason, signals)
 
     def reset(self) -> None:
         """Back to the moment of construction, bit for bit: network, optimizer, memory, rate and counter."""
         self._source.restore()
+        self._good = self._source
         self._load_extra_state(self._initial)
 
     def adapted_parameters(self) -> dict[str, nn.Parameter]:
@@ -158,6 +212,8 @@ class Adapter(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Adapter":
         """Moves optimizer and memory along with the network (`adapter.to(device)`)."""
         nn.Module._apply(self, fn, recurse)
+        for given in self._given:
+            given._apply(fn, recurse)
         if self._optimizer is not None:
             self._optimizer.load_state_dict(self._optimizer.state_dict())  # casts its state to the parameters
         if self.memory is not None:
@@ -177,6 +233,21 @@ class Adapter(nn.Module):
         for parameter in adapted:
             parameter.requires_grad_(True)
         return adapted
+
+    def _as_given(self, x: Tensor) -> Seen:
+        """What the network says as it was trained, statistics included."""
+        with torch.no_grad():
+            return forward_pass(self._given[0], x)
+
+    @torch.no_grad()
+    def _evidence(self, x: Tensor, seen: Seen, given: Seen, updates: Sequence[Update]) -> Evidence:
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        start = {names[id(now)]: then for now, then in zip(self._adapted, self._source.parameters(), strict=True)}
+        moved = _length(now - then for now, then in zip(self._adapted, start.values(), strict=True))
+        answer = probabilities(seen.logits.detach())
+        unmoved = probabilities(functional_call(self.model, start, (x,))) if moved else answer
+        rate = max((update.rate for update in updates), default=None)
+        return Evidence(answer, unmoved, probabilities(given.logits), moved / max(_length(start.values()), 1e-12), rate)
 
     def _accept(self, x: Tensor) -> Tensor:
         """The batch on the network's device and in its type, or an `InputError` that says what is wrong."""
@@ -278,6 +349,7 @@ class Adapter(nn.Module):
             "memory": None if self.memory is None else self.memory.state_dict(),
             "rate": _state(self.rate),
             "taken": self.taken,
+            "good": None if self.guard is None else self._good.state_dict(),
         }
 
     def _load_extra_state(self, state: dict[str, Any]) -> None:
@@ -289,6 +361,8 @@ class Adapter(nn.Module):
             self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         _load(self.rate, state["rate"])
         self.taken = state["taken"]
+        if state.get("good") is not None:
+            self._good = _Snapshot(self).load_state_dict(state["good"])
 
 
 class _Snapshot:
@@ -299,6 +373,20 @@ class _Snapshot:
         live = [*adapter._adapted, *adapter.model.buffers()]
         self._tensors = [(tensor, tensor.detach().clone()) for tensor in live]
         self._optimizer_state = copy.deepcopy(self._optimizer.state_dict()) if self._optimizer is not None else None
+
+    def state_dict(self) -> dict[str, Any]:
+        tensors = [copied.clone() for _, copied in self._tensors]
+        return {"tensors": tensors, "optimizer": copy.deepcopy(self._optimizer_state)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> "_Snapshot":
+        kept = zip(self._tensors, state["tensors"], strict=True)
+        self._tensors = [(live, tensor.to(live, copy=True)) for (live, _), tensor in kept]
+        self._optimizer_state = copy.deepcopy(state["optimizer"])
+        return self
+
+    def parameters(self) -> list[Tensor]:
+        """The adapted parameters as they were."""
+        return [copied for tensor, copied in self._tensors if isinstance(tensor, nn.Parameter)]
 
     def restore(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
@@ -325,6 +413,10 @@ def _state(part: object) -> dict[str, Any] | None:
 def _load(part: object, state: dict[str, Any] | None) -> None:
     if isinstance(part, _Stateful) and state is not None:
         part.load_state_dict(copy.deepcopy(state))
+
+
+def _length(parts: Iterable[Tensor]) -> float:
+    return math.sqrt(sum(part.square().sum().item() for part in parts))
 
 
 def _placement(model: nn.Module) -> tuple[torch.device, torch.dtype]:

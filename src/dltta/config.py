@@ -19,16 +19,21 @@ from dltta.data.phantom import phantom
 from dltta.data.prostate import Prostate
 from dltta.data.transforms import Preprocessing
 from dltta.errors import DataError, SettingError
+from dltta.guard import Guard, Limits, SourceGuard
 from dltta.memory import Distance, MemoryBank, Ready
 from dltta.models.architecture import BUILDERS, Architecture
+from dltta.models.calibration import Calibration
 from dltta.models.loading import Checkpoint
+from dltta.models.normalization import BATCH_STATISTICS, Statistics
 from dltta.models.opened import OpenedModel
+from dltta.models.statistics import Blended, Running, Shrunken
 from dltta.objectives import ATTA, PTBN, TTT, Objective, Preparation, Source, Tent
-from dltta.rates import Exponential, Fixed, LearningRate, Proportional
+from dltta.rates import Exponential, Fixed, LearningRate, Proportional, Relative
 
 METHODS = ("source", "ptbn", "ttt", "tent", "atta")
 WITHOUT_RATE = ("source", "ptbn")
-RATES = ("fixed", "dynamic", "exponential")
+RATES = ("fixed", "dynamic", "exponential", "relative")
+STATISTICS = ("batch", "shrunken", "blended", "running")
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
 Built = TypeVar("Built")
 
@@ -51,6 +56,8 @@ class AdaptationSettings:
     ready: Ready = "full"
     distance: Distance = "l2"
     pool: int | None = None
+    statistics: Literal["batch", "shrunken", "blended", "running"] = "batch"
+    guard: bool = False
 
     def for_task(self, task: Task) -> "AdaptationSettings":
         """With the paper's values where none were given."""
@@ -61,7 +68,8 @@ class AdaptationSettings:
     def deciding(self, method: str, rate: str) -> dict[str, Any]:
         """The settings that decide a stream's outcome: only the batch without a loss, no memory with a fixed rate."""
         ignored = {"batches_kept", "neighbors", "ready", "distance", "pool"} if rate == "fixed" else set()
-        names = ["batch_size"] if method in WITHOUT_RATE else [entry.name for entry in fields(self)]
+        alone = {"source": ["batch_size"], "ptbn": ["batch_size", "statistics"]}
+        names = alone[method] if method in alone else [entry.name for entry in fields(self)]
         return {name: getattr(self, name) for name in names if name not in ignored}
 
     def memory(self) -> MemoryBank:
@@ -95,26 +103,52 @@ class TrainConfig:
     training: Mapping[str, Any] = field(default_factory=dict)
 
 
-def make_objective(method: str, checkpoint: Checkpoint | OpenedModel) -> Objective | Preparation:
-    """The method of that name for this checkpoint; says how to train what it lacks."""
+def make_statistics(name: str, calibration: Calibration | None, batch_size: int = 1) -> Statistics:
+    """The normalization statistics of that name; `shrunken` needs a calibrated network."""
+    require("statistics", name, STATISTICS)
+    if name == "shrunken":
+        if calibration is None:
+            raise SettingError(
+                "shrunken statistics need a calibrated network; train it again, or use batch statistics"
+            )
+        return Shrunken(calibration.moments(batch_size))
+    plain: dict[str, Statistics] = {"batch": BATCH_STATISTICS, "blended": Blended(), "running": Running()}
+    return plain[name]
+
+
+def make_guard(calibration: Calibration | None) -> Guard:
+    """With limits from source images where there are any."""
+    return SourceGuard(Limits.calibrated(calibration.answers) if calibration is not None else None)
+
+
+def make_objective(
+    method: str, checkpoint: Checkpoint | OpenedModel, statistics: Statistics = BATCH_STATISTICS
+) -> Objective | Preparation:
+    """The method of that name for this network; says how to train what it lacks."""
     require("method", method, METHODS)
     if method == "ttt":
         part = checkpoint.rotation
         if part is None:
             raise SettingError("this model has no rotation head, which TTT needs; train it with `--with ttt`")
-        return TTT(part.head, part.layer, part.shared)
+        return TTT(part.head, part.layer, part.shared, statistics)
     if method == "atta":
         parts = checkpoint.reconstructions
         if parts is None:
             raise SettingError("this model has no auto-encoders, which ATTA needs; train it with `--with atta`")
-        return ATTA(parts.autoencoders, parts.levels, parts.channels)
-    plain: dict[str, Objective | Preparation] = {"source": Source(), "ptbn": PTBN(), "tent": Tent()}
+        return ATTA(parts.autoencoders, parts.levels, parts.channels, statistics=statistics)
+    plain: dict[str, Objective | Preparation] = {
+        "source": Source(),
+        "ptbn": PTBN(statistics),
+        "tent": Tent(statistics),
+    }
     return plain[method]
 
 
-def make_rate(rate: str, alpha: float) -> LearningRate:
-    """`fixed`, `dynamic` (Eq. 6) or `exponential`, with alpha as scale and initial value."""
+def make_rate(rate: str, alpha: float, calibration: Calibration | None = None) -> LearningRate:
+    """`fixed`, `dynamic` (Eq. 6), `exponential` or `relative`, with alpha as scale and initial value."""
     require("rate", rate, RATES)
+    if rate == "relative":
+        return Relative(alpha, level=None if calibration is None else calibration.answers.get("discrepancy"))
     rules: dict[str, LearningRate] = {
         "fixed": Fixed(alpha),
         "dynamic": Proportional(alpha),
@@ -125,11 +159,15 @@ def make_rate(rate: str, alpha: float) -> LearningRate:
 
 def make_adapter(checkpoint: Checkpoint | OpenedModel, method: str, rate: str, settings: AdaptationSettings) -> Adapter:
     """The adapter that one stream is run with; `rate` is "none" for methods without a loss."""
-    objective = make_objective(method, checkpoint)
-    if method in WITHOUT_RATE:
-        return Adapter(checkpoint.model, objective)
     settings = settings.for_task(checkpoint.task)
-    rule = make_rate(rate, settings.alpha or 0.0)
+    calibration = checkpoint.calibration
+    adapting = method != "source"
+    statistics = settings.statistics if adapting else "batch"
+    objective = make_objective(method, checkpoint, make_statistics(statistics, calibration, settings.batch_size or 1))
+    guard = make_guard(calibration) if settings.guard and adapting else None
+    if method in WITHOUT_RATE:
+        return Adapter(checkpoint.model, objective, guard=guard)
+    rule = make_rate(rate, settings.alpha or 0.0, calibration)
     return Adapter(
         checkpoint.model,
         objective,
@@ -138,13 +176,14 @@ def make_adapter(checkpoint: Checkpoint | OpenedModel, method: str, rate: str, s
         optimizer=OPTIMIZERS[settings.optimizer],
         steps=settings.steps,
         mode=settings.mode,
+        guard=guard,
     )
 
 
 def open_dataset(spec: str) -> Dataset:
     """A site: a folder of one's own, synthetic cases, or a part of one of the paper's data sets in a folder DIR.
 
-    - `DIR`: see `open_site`
+    - `DIR`: see `open_site`; `slices:DIR` for its volumes slice by slice
     - `phantom:TASK:SITE:COUNT[:SEED]`, such as `phantom:oct:cirrus:48:1`
     - `oct:spectralis[:SPLIT]@DIR` with train, val, train+val or test; `oct:cirrus@DIR` for prepared slices and
       `oct:cirrus:acquired@DIR` for slices still to be resampled, flattened and cropped
@@ -159,9 +198,10 @@ def open_dataset(spec: str) -> Dataset:
         if not (part and folder):
             raise SettingError(f"{spec!r} does not say which part of which folder; write {name}:PART@DIR")
         return _PUBLISHED[name](part, folder)
-    if not Path(spec).is_dir():
-        raise DataError(f"there is no folder {spec}; give a site folder, or phantom:TASK:SITE:COUNT[:SEED]")
-    return open_site(spec)
+    folder = part if name == "slices" else spec
+    if not Path(folder).is_dir():
+        raise DataError(f"there is no folder {folder}; give a site folder, or phantom:TASK:SITE:COUNT[:SEED]")
+    return open_site(folder, slices=name == "slices")
 
 
 def _open_phantom(spec: str) -> Dataset:

@@ -114,8 +114,9 @@ class Experiment:
 
     def open(self, spec: str) -> Dataset:
         """A site by its name in this experiment."""
-        named = ":" in spec or self.root is None
-        return open_dataset(spec if named else str(Path(self.root or "", spec)))
+        form, colon, folder = spec.rpartition(":")
+        below_root = self.root is not None and form in ("", "slices")
+        return open_dataset(f"{form}{colon}{Path(self.root or '', folder)}" if below_root else spec)
 
     def jobs(self) -> list["Job"]:
         """Every stream, unadapted ones first; methods without a loss run once whatever the rates."""

@@ -72,6 +72,40 @@ class Exponential:
         return self.alpha * math.exp(exponent) if exponent < 700 else math.inf  # the adapter refuses an infinite rate
 
 
+class Relative:
+    """η = α · (L_DIV / level), at most `bound` times above or below α: surprise measured against what is usual.
+
+    Eq. (6) multiplies with the discrepancy itself, which is 0.05 in one task and 0.5 in another, so α means something
+    else in each. Here the usual image gets α wherever it comes from. The level is the mean discrepancy of the latest
+    images (exponential, over about `window` of them), from `level` onwards if the source's is known; each image is
+    compared with those before it. α until there is a discrepancy.
+    """
+
+    needs_memory: ClassVar[bool] = True
+
+    def __init__(self, alpha: float, *, level: float | None = None, window: int = 20, bound: float = 4.0) -> None:
+        _require_rate("alpha", alpha)
+        if level is not None and not (math.isfinite(level) and level > 0):
+            raise SettingError(f"level must be a positive number, got {level!r}")
+        if window < 1 or bound < 1:
+            raise SettingError(f"window and bound must be at least 1, got {window} and {bound}")
+        self.alpha, self.level, self.window, self.bound = alpha, level, window, bound
+
+    def __call__(self, discrepancy: float | None, /) -> float:
+        if discrepancy is None:
+            return self.alpha
+        usual = discrepancy if self.level is None else self.level
+        self.level = usual + (discrepancy - usual) / self.window
+        surprise = discrepancy / usual if usual > 0 else 1.0
+        return self.alpha * min(max(surprise, 1 / self.bound), self.bound)
+
+    def state_dict(self) -> dict[str, float | None]:
+        return {"level": self.level}
+
+    def load_state_dict(self, state: dict[str, float | None]) -> None:
+        self.level = state["level"]
+
+
 def _require_rate(name: str, value: float) -> None:
     if not (math.isfinite(value) and value >= 0):
         raise SettingError(f"{name} must be a finite number ≥ 0, got {value!r}; the paper uses 1e-3 and 3e-4")

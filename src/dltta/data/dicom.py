@@ -10,6 +10,7 @@ Nothing of a header reaches an error message but sizes and distances: headers na
 """
 
 import hashlib
+import io
 import logging
 import struct
 import unicodedata
@@ -40,7 +41,7 @@ _NOT_IMAGES = {  # pixels that are not an image of the patient: our own answers,
     "1.2.840.10008.5.1.4.1.1.30": "parametric map",
     "1.2.840.10008.5.1.4.1.1.481.2": "radiotherapy dose",
 }
-_COPIED = (  # into every segmentation, as its standard demands; empty is allowed
+_COPIED = (  # into every segmentation, as its standard demands; all may be empty
     "PatientID",
     "PatientName",
     "PatientBirthDate",
@@ -49,6 +50,7 @@ _COPIED = (  # into every segmentation, as its standard demands; empty is allowe
     "StudyID",
     "StudyDate",
     "StudyTime",
+    "SliceThickness",
 )
 _SERIES_NUMBER = 900
 _ALIKE = 1e-3  # headers store rounded numbers
@@ -114,7 +116,7 @@ def peek(file: Path) -> Peek | None:
 def _peek(file: Path, size: int, changed: int) -> Peek | None:
     if file.name == "DICOMDIR" or not looks_like(file):
         return None
-    tags = ["SOPClassUID", "SeriesInstanceUID", "Rows", "NumberOfFrames", "ImagePositionPatient"]
+    tags = ["SOPClassUID", "SeriesInstanceUID", "Rows", "ImagePositionPatient"]
     with _reading(file):
         header = _library("pydicom").dcmread(file, stop_before_pixels=True, specific_tags=tags)
         if "Rows" not in header or header.get("SOPClassUID") in _NOT_IMAGES:
@@ -144,16 +146,17 @@ def write_segmentation(path: Path | str, labels: ArrayLike, like: Geometry, clas
     values = class_values(path, labels, like)
     if len(classes) < 2 or values.max(initial=0) >= len(classes):
         raise DataError(f"{path}: class value {values.max(initial=0)}, but {len(classes)} classes; name all, from 0 on")
-    segmentation = _segmentation(path, values, like.header, classes)
+    with _referring(path):
+        content = _segmentation(values, like.header, classes)
     with writing(path) as file:
-        segmentation.save_as(file)
+        file.write(content)
 
 
 # reading
 
 
 def _header(file: Path) -> Any:
-    """A header without pixels; what segmentations must repeat is there, empty where the file leaves it out."""
+    """A header without pixels; what segmentations must repeat is there, empty where it is missing or malformed."""
     with _reading(file):
         header = _library("pydicom").dcmread(file, stop_before_pixels=True)
         frames = int(header.get("NumberOfFrames") or 1)
@@ -161,9 +164,20 @@ def _header(file: Path) -> Any:
             raise DataError(f"{file}: a multi-frame file of {frames} frames; export one file per slice, or NIfTI")
         within_limit(file, int(header.Rows) * int(header.Columns))
         for name in _COPIED:
-            if name not in header:
+            if name not in header or not _valid(name, str(header.get(name) or "")):
                 setattr(header, name, None)
     return header
+
+
+def _valid(name: str, value: str) -> bool:
+    """Whether a segmentation accepts the value: dates such as "unknown" would keep it from being written."""
+    kinds = _library("pydicom.valuerep")
+    kind = {"PatientBirthDate": kinds.DA, "StudyDate": kinds.DA, "StudyTime": kinds.TM}.get(name, str)
+    try:
+        kind(value)
+    except ValueError:
+        return False
+    return name != "PatientSex" or value in ("", "M", "F", "O")
 
 
 def _picture(file: Path, header: Any) -> Image:
@@ -178,18 +192,18 @@ def _picture(file: Path, header: Any) -> Image:
 def _volume(files: Sequence[Path], headers: Sequence[Any]) -> Image:
     order, affine = _place(files, headers)
     shape = int(headers[0].Columns), int(headers[0].Rows), len(files)
-    slices = np.empty((shape[2], shape[1], shape[0]), np.float32)
+    with _reading(files[0]):
+        slices = np.empty(shape[::-1], np.float32)  # (slices, rows, columns)
+        modified = max(file.stat().st_mtime for file in files)
     for number, index in enumerate(order):
         with _reading(files[index]):
             found = _values(files[index], headers[index])
             if len(found) != 1:
-                raise DataError(f"{files[index]}: a slice in color; volumes have one value per position")
+                raise DataError(f"{files[index]}: a slice in color; volumes have one value per position, leave it out")
             slices[number] = finite(files[index], found)[0]
-    array = np.ascontiguousarray(slices.T)[None]  # (slices, rows, columns) to (1, columns, rows, slices)
     spacing = tuple(float(s) for s in voxel_sizes(affine))
-    modified = max(file.stat().st_mtime for file in files)
     series = Series(tuple(headers[index] for index in order), modified)
-    return Image(array, Geometry("dicom", shape, 1, None, spacing, affine, series))
+    return Image(np.ascontiguousarray(slices.T)[None], Geometry("dicom", shape, 1, None, spacing, affine, series))
 
 
 def _place(files: Sequence[Path], headers: Sequence[Any]) -> tuple[list[int], NDArray[np.float64]]:
@@ -293,16 +307,20 @@ def _values(file: Path, header: Any) -> NDArray[Any]:
     if stored.ndim == 3:
         return np.moveaxis(stored, -1, 0)
     if meaning == "MONOCHROME1":
-        stored = _extremes(header) - stored.astype(np.int32)
+        stored = _extremes(header) - stored.astype(np.int64)
     in_units: NDArray[Any] = pixels.apply_modality_lut(stored, header)
     return in_units[None]
 
 
 def _check_decoder(file: Path, pixels: Any, syntax: Any) -> None:
-    if syntax.is_compressed and not (syntax.is_deflated or pixels.get_decoder(syntax).is_available):
+    try:
+        found = not syntax.is_compressed or pixels.get_decoder(syntax).is_available
+    except NotImplementedError:  # a video, say
+        found = False
+    if not found:
         raise DataError(
             f"{file}: compressed as {syntax.name}, for which no decoder is installed; "
-            "pip install pylibjpeg[all], or export it uncompressed"
+            "pip install 'pylibjpeg[all]', or export it uncompressed"
         )
 
 
@@ -327,47 +345,62 @@ def _reading(file: Path) -> Iterator[None]:
         raise
     except FileNotFoundError as error:
         raise DataError(f"{file}: no such file; check the name") from error
-    except (*_MALFORMED, _library("pydicom.errors").InvalidDicomError) as error:
+    except _malformed() as error:
         raise DataError(
             f"{file}: cannot be read as DICOM ({type(error).__name__}); copy it again from its source or leave it out"
         ) from None
 
 
+def _malformed() -> tuple[type[Exception], ...]:
+    """What pydicom raises for bytes that make no sense."""
+    errors = _library("pydicom.errors")
+    return (*_MALFORMED, errors.InvalidDicomError, errors.BytesLengthException)
+
+
 # writing
 
 
-def _segmentation(path: Path, values: NDArray[Any], series: Series, classes: Sequence[str]) -> Any:
-    highdicom, uid = _library("highdicom"), _library("pydicom.uid").generate_uid
+def _segmentation(values: NDArray[Any], series: Series, classes: Sequence[str]) -> bytes:
+    uid = _library("pydicom.uid").generate_uid
     planes = values.T if values.ndim == 3 else values[None]  # (slices, rows, columns)
     source = str(series.headers[0].SeriesInstanceUID)
     images = [str(header.SOPInstanceUID) for header in series.headers]
     content = [*images, *classes, hashlib.sha256(planes.tobytes()).hexdigest(), str(series.modified), __version__]
+    found = _library("highdicom").seg.Segmentation(
+        source_images=series.headers,
+        pixel_array=planes,
+        segmentation_type="BINARY",
+        segment_descriptions=[_segment(number, name) for number, name in enumerate(classes) if number],
+        series_instance_uid=uid(entropy_srcs=[source, "series", __version__]),
+        series_number=_SERIES_NUMBER,
+        series_description="Segmentation (dltta)",
+        sop_instance_uid=uid(entropy_srcs=content),
+        instance_number=1,
+        manufacturer="dltta",
+        manufacturer_model_name="dltta",
+        software_versions=__version__,
+        device_serial_number="0",
+        content_label="SEGMENTATION",
+        content_description="Segmentation by a network adapted at test time",
+        specific_character_set="ISO_IR 192",  # UTF-8: names of classes
+    )
+    _without_chance(found, uid(entropy_srcs=[*content, "dimensions"]), datetime.fromtimestamp(series.modified))
+    found.save_as(stream := io.BytesIO())
+    return stream.getvalue()
+
+
+@contextmanager
+def _referring(path: Path) -> Iterator[None]:
+    """Turns a header that no segmentation can refer to into one sentence, without the values that are quoted."""
     try:
-        found = highdicom.seg.Segmentation(
-            source_images=series.headers,
-            pixel_array=planes,
-            segmentation_type="BINARY",
-            segment_descriptions=[_segment(number, name) for number, name in enumerate(classes) if number],
-            series_instance_uid=uid(entropy_srcs=[source, "series", __version__]),
-            series_number=_SERIES_NUMBER,
-            sop_instance_uid=uid(entropy_srcs=content),
-            instance_number=1,
-            manufacturer="dltta",
-            manufacturer_model_name="dltta",
-            software_versions=__version__,
-            device_serial_number="0",
-            content_label="SEGMENTATION",
-            content_description="Segmentation by a network adapted at test time",
-            series_description="Segmentation (dltta)",
-            specific_character_set="ISO_IR 192",  # UTF-8: names of classes
-        )
-    except _MALFORMED as error:
+        yield
+    except (DataError, SettingError):
+        raise
+    except _malformed() as error:
         raise DataError(
-            f"{path}: its series cannot be referred to by a DICOM segmentation ({type(error).__name__}); "
+            f"{path}: a DICOM segmentation cannot refer to this series ({type(error).__name__} in its headers); "
             "convert the series to NIfTI"
         ) from None
-    _without_chance(found, uid(entropy_srcs=[*content, "dimensions"]), datetime.fromtimestamp(series.modified))
-    return found
 
 
 def _segment(number: int, name: str) -> Any:
@@ -390,6 +423,8 @@ def _without_chance(segmentation: Any, dimensions: str, moment: datetime) -> Non
     """Puts our identifier and the files' time where random numbers and the clock were."""
     for item in (*segmentation.DimensionOrganizationSequence, *segmentation.DimensionIndexSequence):
         item.DimensionOrganizationUID = dimensions
+    for equipment in segmentation.get("ContributingEquipmentSequence", ()):
+        equipment.ContributionDateTime = moment.strftime("%Y%m%d%H%M%S")
     for kind in ("Content", "Series", "InstanceCreation"):
         setattr(segmentation, f"{kind}Date", moment.strftime("%Y%m%d"))
         setattr(segmentation, f"{kind}Time", moment.strftime("%H%M%S"))

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from dltta.data.case import Case, Task
 from dltta.data.images import ENDINGS, Geometry, Image, difference, ending, read_channels, read_geometry, read_mask
+from dltta.data.slices import slice_axis
 from dltta.errors import DataError
 
 Split = Literal["train", "test"]
@@ -198,15 +199,6 @@ def open_site(folder: Path | str, *, split: Split = "train", slices: bool = Fals
         raise DataError(f"{problems[0]}{more}")
     site = SiteFolder(folder.resolve().name, description, entries)
     return Slices(site) if slices else site
-
-
-def slice_axis(geometry: Geometry) -> int:
-    """The axis across which a volume is cut into slices."""
-    last = len(geometry.shape) - 1
-    if geometry.spacing is None:
-        return last
-    widest = max(geometry.spacing)
-    return last if geometry.spacing[last] > 0.999 * widest else geometry.spacing.index(widest)
 
 
 def read_named_channels(files: Sequence[Path], channels: int) -> Image:

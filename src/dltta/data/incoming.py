@@ -258,9 +258,10 @@ def _refused_name(*parts: str) -> str | None:
 
 
 def _safe(name: str) -> str:
-    """A name that is one line of text and one part of a path."""
-    kept = ("_" if unicodedata.category(c) in _UNPRINTABLE or c in "/\\" else c for c in name)
-    return "".join(kept).replace("..", "__")
+    """A name that is one line of text and one part of a path; where it had to be changed, with a mark of its own."""
+    kept = "".join("_" if unicodedata.category(c) in _UNPRINTABLE or c in "/\\" else c for c in name)
+    kept = kept.replace("..", "__")
+    return kept if kept == name else f"{kept}-{hashlib.sha256(os.fsencode(name)).hexdigest()[:8]}"
 
 
 def _channel(file: Path) -> tuple[str, int | None]:
@@ -311,6 +312,8 @@ def watch_incoming(
     DICOM series, numbered channels), when nothing came for `settle` seconds. It ends after `idle` seconds without
     anything new, when a file named STOP appears in the folder, or by `close`. Cases named in `seen` are left out.
     """
+    if Path(path).is_file():
+        raise DataError(f"{path}: a single file does not grow; watch a folder")
     folder = _image_folder(Path(path))
     stops = (Path(path) / STOP, folder / STOP)
     if any(stop.exists() for stop in stops):

@@ -1,7 +1,7 @@
 """2 networks. What a trained network does on images of its own site: the yardstick for images of another one.
 
-Measured once at the end of source training on source images and kept with the network: numbers about layers and answers,
-no image and no label. `Shrunken` statistics, the relative learning rate and the guard measure with it.
+Measured once at the end of source training on source images and kept with the network: numbers about layers and
+answers, no image and no label. `Shrunken` statistics, the relative learning rate and the guard measure with it.
 """
 
 from collections.abc import Iterator, Mapping

@@ -51,14 +51,6 @@ def use_test_statistics(model: nn.Module, statistics: Statistics | None = None) 
             layer.track_running_stats = False
 
 
-@dataclass(frozen=True)
-class BatchStatistics:
-    """Those of the current batch alone: the paper's, and the default."""
-
-    def stand_in(self, layer: _BatchNorm, name: str) -> nn.Module:
-        return TestBatchNorm(layer, name)
-
-
 class StandIn(_BatchNorm):
     """Batch normalization that normalizes in a way of its own, in training and evaluation mode alike.
 
@@ -99,3 +91,14 @@ class TestBatchNorm(StandIn):
                 "statistics of its own; use a larger batch or larger images, or the source statistics"
             )
         return F.batch_norm(input, None, None, self.weight, self.bias, training=True, momentum=0.0, eps=self.eps)
+
+
+@dataclass(frozen=True)
+class BatchStatistics:
+    """Those of the current batch alone: the paper's, and the default."""
+
+    def stand_in(self, layer: _BatchNorm, name: str) -> nn.Module:
+        return TestBatchNorm(layer, name)
+
+
+BATCH_STATISTICS = BatchStatistics()

@@ -1,8 +1,9 @@
 """2 networks. Normalization when one image is a poor sample of its site: between source and test statistics.
 
-The paper normalizes by the statistics of the test batch alone (`BatchStatistics`). With one small image they say as much
-about what happens to be in the picture as about the scanner. The choices here keep part of what the source knows; each is
-given to an objective: `Tent(statistics=Shrunken(calibration))`. The statistics are constants to the gradient.
+The paper normalizes by the statistics of the test batch alone (`BatchStatistics`). With one small image they say as
+much about what happens to be in the picture as about the scanner. The choices here keep part of what the source knows;
+each is given to an objective: `Tent(Shrunken(checkpoint.calibration.moments()))`. The statistics are constants to the
+gradient.
 """
 
 from collections.abc import Mapping
@@ -118,6 +119,11 @@ class _Shrunken(StandIn):
         self._buffers = dict(self._buffers)  # the moments are constants: not part of the network's state
         for field in ("mean", "mean_spread", "log_variance", "log_variance_spread"):
             self.register_buffer(f"source_{field}", getattr(moments, field).to(like, copy=True), persistent=False)
+
+    source_mean: Tensor
+    source_mean_spread: Tensor
+    source_log_variance: Tensor
+    source_log_variance_spread: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
         mean, variance = batch_moments(input)

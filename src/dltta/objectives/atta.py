@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from dltta.errors import SettingError
 from dltta.models.adaptors import FeatureAdaptor, InputAdaptor, insert_feature_adaptor, insert_input_adaptor
 from dltta.models.autoencoders import AutoEncoders, Levels, Watch
-from dltta.models.normalization import BatchStatistics, Statistics, use_test_statistics
+from dltta.models.normalization import BATCH_STATISTICS, Statistics, use_test_statistics
 
 
 class ATTA:
@@ -27,7 +27,7 @@ class ATTA:
         *,
         weights: Mapping[str, float] | None = None,
         orthogonality: float = 1.0,
-        statistics: Statistics = BatchStatistics(),
+        statistics: Statistics = BATCH_STATISTICS,
     ) -> None:
         unknown = set(weights or {}) - set(autoencoders.shapes)
         if unknown:

@@ -1,4 +1,4 @@
-"""Source side. How does the trained network behave at home? Measured without labels, on images held out if there are any."""
+"""Source side. How does the trained network behave at home? Measured without labels, on held-out images first."""
 
 import copy
 from collections.abc import Sequence
@@ -40,12 +40,14 @@ def calibrate(model: nn.Module, images: Sequence[Tensor], *, layer: str | None =
         for image in chosen:
             seen = forward_with_features(model, memory.layer, image[None].to(device))
             prediction = probabilities(seen.logits)
+            predictions.append(prediction.cpu())
+            if seen.features is None:
+                continue
             reference = memory.recall(seen.features, prediction.shape[1:])
             if reference is not None:
                 discrepancies.append(batch_discrepancy(prediction, reference))
             memory.layer = seen.layer
             memory.push(seen.features, prediction)
-            predictions.append(prediction.cpu())
     calibration = Calibration(samples.stacked(), samples.eps)
     answers = {
         **answer_ranges(predictions),

@@ -1,0 +1,24 @@
+"""1 images. How does a network for pictures take a volume: slice by slice, and how do its answers become one again?"""
+
+from torch import Tensor
+
+from dltta.data.images import Geometry
+
+
+def slice_axis(geometry: Geometry) -> int:
+    """The spatial axis across which a volume is cut: that of the largest spacing, the last where it is as large."""
+    last = len(geometry.shape) - 1
+    if geometry.spacing is None:
+        return last
+    widest = max(geometry.spacing)
+    return last if geometry.spacing[last] > 0.999 * widest else geometry.spacing.index(widest)
+
+
+def to_slices(volume: Tensor, axis: int) -> Tensor:
+    """A volume (C, *spatial) as pictures (slices, C, *plane), cut across a spatial axis; a view, nothing is copied."""
+    return volume.movedim(1 + axis, 0)
+
+
+def from_slices(slices: Tensor, axis: int) -> Tensor:
+    """Pictures (slices, C, *plane) put back as a volume (C, *spatial): the inverse of `to_slices`, for any C."""
+    return slices.movedim(0, 1 + axis)
