@@ -161,7 +161,10 @@ class Pipeline:
 
 def _rows_first(image: Image) -> bool:
     """Whether it is a picture, with rows before columns; MONAI's readers turn those, and no others, around."""
-    return image.geometry.affine is None and image.array.ndim == 3
+    picture = image.geometry.kind in ("png", "tiff") or (
+        image.geometry.kind == "dicom" and image.geometry.affine is None
+    )
+    return picture and image.array.ndim == 3
 
 
 def as_pipeline(compose: Any, wanted: str | None, where: str) -> tuple[Compose, str]:
