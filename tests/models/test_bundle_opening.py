@@ -156,8 +156,8 @@ class TestImages:
 
     def test_transforms_that_monai_joins_are_joined(self, tmp_path):
         """Lazy resampling: one interpolation for several transforms, and one on the way back."""
-        flip = {"_target_": "Flipd", "keys": "image", "spatial_axis": 1}
-        lazy = {**transforms(LOAD, FIRST, ORIENT, SPACING, flip), "lazy": True}
+        zoom = {"_target_": "Zoomd", "keys": "image", "zoom": 1.3, "mode": "bilinear", "keep_size": False}
+        lazy = {**transforms(LOAD, FIRST, ORIENT, SPACING, zoom), "lazy": True}
         image = volume(tmp_path / "a.nii.gz", noise())
         make_bundle(tmp_path / "b", config(preprocessing=lazy))
         prepared = open_model(str(tmp_path / "b")).prepare(image)
