@@ -13,7 +13,7 @@ from monai.networks.nets import SegResNet
 from PIL import Image as Pillow
 
 from bundles import CONFIG, METADATA, UNET, config, make_bundle, network, probabilities, transforms
-from dltta.data.images import read_image
+from dltta.data.images import Geometry, Image, read_image
 from dltta.errors import InputError, SettingError
 from dltta.models.opening import Window, open_model
 
@@ -154,6 +154,20 @@ class TestImages:
         expected = reference({"image": str(tmp_path / "a.nii.gz")})["image"]
         assert torch.equal(prepared.image, expected.as_tensor())
 
+    def test_transforms_that_monai_joins_are_joined(self, tmp_path):
+        """Lazy resampling: one interpolation for several transforms, and one on the way back."""
+        zoom = {"_target_": "Zoomd", "keys": "image", "zoom": 1.3, "mode": "bilinear", "keep_size": False}
+        lazy = {**transforms(LOAD, FIRST, ORIENT, SPACING, zoom), "lazy": True}
+        image = volume(tmp_path / "a.nii.gz", noise())
+        make_bundle(tmp_path / "b", config(preprocessing=lazy))
+        prepared = open_model(str(tmp_path / "b")).prepare(image)
+        reference = ConfigParser({"x": copy.deepcopy(lazy)}).get_parsed_content("x")
+        expected = reference({"image": str(tmp_path / "a.nii.gz")})["image"]
+        assert torch.equal(prepared.image, expected.as_tensor())
+        back = prepared.restore(probabilities(3, prepared.image.shape[1:]))
+        assert back.shape == (3, *SHAPE)
+        assert back.sum(dim=0).numpy() == pytest.approx(1, abs=1e-5)
+
     @pytest.mark.parametrize("color", [True, False])
     @pytest.mark.parametrize("load", [LOAD, {**LOAD, "reader": {"_target_": "PILReader", "reverse_indexing": False}}])
     def test_pictures_are_prepared_as_monai_does_with_the_file(self, tmp_path, color, load):
@@ -170,6 +184,16 @@ class TestImages:
         label = np.random.default_rng(1).integers(0, 3, (20, 33))
         turned = label if "reader" in load else label.T  # what the network saw
         assert torch.equal(prepared.restore(one_hot(turned)), one_hot(label))
+
+    @pytest.mark.parametrize(("kind", "turned"), [("tiff", True), ("dicom", True), ("nifti", False)])
+    def test_rows_come_first_in_pictures_only(self, tmp_path, kind, turned):
+        """MONAI's readers give columns first; a plane of NIfTI has the axes that its file has."""
+        plane = Image(noise((10, 14))[None], Geometry(kind, (10, 14)))
+        parts = config(network_def={**UNET, "spatial_dims": 2}, preprocessing=transforms(LOAD, FIRST), inferer=None)
+        make_bundle(tmp_path / "b", parts, metadata={})
+        prepared = open_model(str(tmp_path / "b")).prepare(plane)
+        assert np.array_equal(prepared.image[0], plane.array[0].T if turned else plane.array[0])
+        assert prepared.restore(probabilities(3, prepared.image.shape[1:])).shape == (3, 10, 14)
 
     def test_several_files_are_channels(self, tmp_path):
         first, second = (volume(tmp_path / f"{name}.nii.gz", noise() * factor) for name, factor in (("a", 1), ("b", 2)))
@@ -357,6 +381,7 @@ class TestAnswers:
         )
         bundle = open_model(str(tmp_path / "b"))
         assert (bundle.activation, bundle.threshold, bundle.classes) == ("sigmoid", 0.3, ("background", "lesion"))
+        assert bundle.labels(torch.tensor([[0.65, 0.75], [0.35, 0.25]])).tolist() == [1, 0]
 
     @pytest.mark.parametrize(
         ("channels", "steps", "words"),

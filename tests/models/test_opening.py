@@ -1,7 +1,10 @@
 """Networks from a checkpoint folder and from one's own code."""
 
 import sys
+from dataclasses import replace
+from pathlib import Path
 
+import nibabel as nib
 import numpy as np
 import pytest
 import torch
@@ -140,6 +143,14 @@ class TestFactory:
         with pytest.raises(InputError, match="got 1 channels; apply"):
             prepared.restore(torch.rand(1, 8, 8, 8))
 
+    def test_the_answer_is_the_likeliest_class_or_what_passes_the_threshold(self, package):
+        probability = torch.tensor([[0.7, 0.4], [0.3, 0.6]])
+        single = open_model("my_networks:volumes")
+        assert single.labels(probability).tolist() == [0, 1]
+        assert replace(single, threshold=0.3).labels(probability).tolist() == [1, 1]
+        several = open_model("my_networks:segmenter")
+        assert several.labels(torch.tensor([[0.5, 0.2], [0.3, 0.3], [0.2, 0.5]])).tolist() == [0, 2]
+
     @pytest.mark.parametrize("wrap", [lambda s: s, lambda s: {"state_dict": s}, lambda s: {"epoch": 3, "model": s}])
     @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module."])
     def test_state_dicts_as_trainers_leave_them(self, package, wrap, prefix):
@@ -171,6 +182,7 @@ class TestFactory:
             ("my_networks:segmenter", {"patch": (8, 8, 8)}, "cannot be tried out"),
             ("my_networks:segmenter", {"overlap": 0.5}, "takes whole images"),
             ("nothing", {}, "is not a model"),
+            ("my_networks.py", {}, "no network; name the code that builds it"),
         ],
     )
     def test_mistakes_are_one_line(self, package, spec, options, words):
@@ -215,3 +227,21 @@ def test_weights_that_cannot_be_used_are_one_line(package, write, words):
     with pytest.raises(StateError, match=words) as caught:
         open_model("my_networks:segmenter", weights=package / "w.pt")
     assert "\n" not in str(caught.value)
+
+
+def test_the_lines_of_the_documentation_run(tmp_path, monkeypatch):
+    lines = (Path(__file__).parents[2] / "docs" / "models.md").read_text().split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "networks.py").write_text(
+        "from networks import Segmenter\ndef build(): return Segmenter(axes=3)\n"
+    )
+    torch.save(trained(Segmenter(axes=3)).state_dict(), tmp_path / "best.pt")
+    values = np.random.default_rng(0).normal(size=(12, 10, 8)).astype(np.float32)
+    nib.save(nib.Nifti1Image(values, np.eye(4)), tmp_path / "case.nii.gz")
+    names = {}
+    exec(lines, names)
+    assert names["label"].shape == (12, 10, 8)
+    assert set(names["label"].unique().tolist()) <= {0, 1, 2}
+    for name in [name for name in sys.modules if name.startswith("my_package")]:
+        del sys.modules[name]

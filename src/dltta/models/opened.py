@@ -90,6 +90,13 @@ class OpenedModel:
     checkpoint: Checkpoint | None = None  # where it came from, if it is one of ours
     bundle: Path | None = None  # where it came from, if it is a bundle: the folder or zip
 
+    def labels(self, probability: Tensor) -> Tensor:
+        """Class numbers (*positions) from class probabilities (classes, *positions)."""
+        require_classes(probability, self.classes)
+        if self.activation == "sigmoid":
+            return (probability[1] >= self.threshold).long()
+        return probability.argmax(dim=0)
+
 
 def fingerprint(description: Mapping[str, Any], *modules: nn.Module) -> str:
     """sha256 over a description that fits in JSON and every parameter and buffer, by name."""

@@ -67,6 +67,11 @@ class ModelSource:
             return self._bundle(path)
         if is_factory(self.spec) and not path.exists():
             return self._factory()
+        if path.is_file():
+            raise SettingError(
+                f"{self.spec} holds weights at most, but no network; name the code that builds it: "
+                f"package.module:function --weights {self.spec}"
+            )
         raise SettingError(
             f"{self.spec} is not a model: give a folder with model.json, a MONAI bundle, or package.module:function"
         )

@@ -147,7 +147,7 @@ class Pipeline:
         stacked = MetaTensor(torch.cat([probability, seen]).detach())
         stacked.applied_operations, stacked.meta = copy.deepcopy(operations), copy.deepcopy(meta)
         try:
-            inverted = self.compose.inverse({self.traced: stacked})[self.traced]
+            inverted = self.compose.inverse({self.traced: stacked})[self.traced] if operations else stacked
         except FAILURES as error:
             raise InputError(f"the bundle's preprocessing cannot be inverted: {reason(error)}") from error
         plain: Tensor = inverted.as_tensor().to(probability)
@@ -161,7 +161,10 @@ class Pipeline:
 
 def _rows_first(image: Image) -> bool:
     """Whether it is a picture, with rows before columns; MONAI's readers turn those, and no others, around."""
-    return image.geometry.affine is None and image.array.ndim == 3
+    picture = image.geometry.kind in ("png", "tiff") or (
+        image.geometry.kind == "dicom" and image.geometry.affine is None
+    )
+    return picture and image.array.ndim == 3
 
 
 def as_pipeline(compose: Any, wanted: str | None, where: str) -> tuple[Compose, str]:

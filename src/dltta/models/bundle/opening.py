@@ -74,7 +74,7 @@ def _open(
         prepare=pipeline,
         window=window,
         activation="sigmoid" if seen.channels == 1 else "softmax",
-        threshold=answer.threshold or 0.5,
+        threshold=0.5 if answer.threshold is None else answer.threshold,
         size=size or seen.size,
         bundle=path,
     )
