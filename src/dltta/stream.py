@@ -265,7 +265,7 @@ class Stream:
         if self.opened.task == "classification":
             return None
         named = Incoming(name, case.files, case.kind, case.modified)
-        labels = _labels(answered.probabilities, self.opened)
+        labels = self.opened.labels(answered.probabilities)
         path = write_answer(self.output, named, labels.numpy(), loaded.geometry, self.opened.classes)
         if self.settings.save_probabilities:
             write_probabilities(self.output, named, answered.probabilities.numpy(), loaded.geometry)
@@ -393,13 +393,6 @@ def _slices(image: Image, axis: int) -> list[Image]:
     flat = Geometry(geometry.kind, shape, geometry.channels, geometry.limit, spacing)
     pictures = np.moveaxis(image.array, 1 + axis, 0)  # (slices, C, *plane)
     return [Image(np.ascontiguousarray(picture), flat) for picture in pictures]
-
-
-def _labels(probability: Tensor, opened: OpenedModel) -> Tensor:
-    """Class values (*spatial) from probabilities (classes, *spatial)."""
-    if opened.activation == "sigmoid" and len(probability) == 2:
-        return (probability[1] >= opened.threshold).to(torch.int64)
-    return probability.argmax(0)
 
 
 def _batches(items: Iterator[tuple[Incoming, Loaded]], size: int) -> Iterator[list[tuple[Incoming, Loaded]]]:
