@@ -16,6 +16,7 @@ from dltta.errors import DlttaError, InputError, NonFiniteError, NothingToAdaptE
 from dltta.guard import Evidence, Guard, Ruling, Verdict
 from dltta.memory import MemoryBank
 from dltta.models.features import Seen, find_layer, forward_pass, forward_with_features
+from dltta.models.statistics import carrying_layers
 from dltta.objectives.objective import Objective, Preparation
 from dltta.predictions import probabilities
 from dltta.rates import LearningRate
@@ -102,6 +103,7 @@ class Adapter(nn.Module):
             self.guard = guard
             self._given = [] if guard is None else [copy.deepcopy(self.model)]  # not part of this module's state
             self._adapted = self._prepare()
+            self._carrying = carrying_layers(self.model)
             self._optimizer = optimizer(self._adapted) if self._adapted else None
             if memory is not None and memory.layer is not None:
                 find_layer(self.model, memory.layer)
@@ -130,11 +132,7 @@ class Adapter(nn.Module):
     def answer(self, x: Tensor) -> Tensor:
         """The prediction (B, C, *positions) of the network as it stands, learning nothing and changing nothing."""
         with torch.inference_mode(False):
-            buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-            logits = self._forward(self._accept(x), learning=False).logits
-            for buffer, before in buffers:
-                buffer.copy_(before)
-            return logits
+            return self._forward(self._accept(x), learning=False).logits
 
     def _adapt(self, x: Tensor) -> tuple[Seen, list[Update]]:
         """Algorithm 1 for one batch, up to the memory."""
@@ -321,6 +319,9 @@ class Adapter(nn.Module):
         return loss.item()
 
     def _remember(self, seen: Seen) -> None:
+        with torch.no_grad():
+            for layer in self._carrying:
+                layer.carry()
         if self.memory is None or seen.features is None:
             return
         prediction = probabilities(seen.logits.detach())

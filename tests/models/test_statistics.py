@@ -91,8 +91,39 @@ def test_a_far_shift_is_followed_entirely():
     torch.testing.assert_close(run(Shrunken(narrow), far), model(far).detach(), rtol=1e-3, atol=1e-3)
 
 
+def test_shrinkage_trusts_the_mean_of_several_images_more():
+    window, fading = 4, 1 - 1 / 4
+    model = nn.Sequential(layer())
+    use_test_statistics(model, Shrunken(moments(), window))
+    images, moved, widened = 0.0, np.zeros(2), np.zeros(2)
+    for scale in (1.0, 0.9, 1.1, 1.0):
+        x = (IMAGE * scale).double().numpy()
+        images = fading * images + 1
+        moved = fading * moved + x.mean((0, 2, 3)) - np.array([1.0, -2.0])
+        widened = fading * widened + np.log(x.var((0, 2, 3)) + 0.5) - np.array([1.5, -0.3])
+        d, u = moved / images, widened / images
+        w_mean = max(0, 1 - 2 / (images * sum((d[c] / 0.5) ** 2 for c in range(2))))
+        w_variance = max(0, 1 - 2 / (images * sum((u[c] / s) ** 2 for c, s in enumerate((0.2, 0.1)))))
+        mean = np.array([1.0, -2.0]) + w_mean * d
+        variance = (np.array([4.0, 0.25]) + 0.5) * np.exp(w_variance * u) - 0.5
+        with torch.no_grad():
+            found = model(IMAGE * scale)
+            model[0].carry()
+        np.testing.assert_allclose(found, normalized(x, mean, variance, layer()), rtol=1e-3, atol=1e-4)
+
+
+def test_a_pass_that_is_not_carried_leaves_no_trace():
+    model = nn.Sequential(layer())
+    use_test_statistics(model, Shrunken(moments()))
+    with torch.no_grad():
+        first = model(IMAGE)
+        model(IMAGE * 7)
+        assert torch.equal(model(IMAGE), first)
+
+
 def test_excess_by_hand():
     assert excess(torch.tensor([3.0, 1.0])).item() == pytest.approx(1 - 2 / 10)
+    assert excess(torch.tensor([3.0, 1.0]), 4.0).item() == pytest.approx(1 - 2 / 40)
     assert excess(torch.tensor([0.5, 0.5])).item() == 0
 
 
@@ -124,6 +155,7 @@ def test_running_statistics_by_hand():
         variance = variance + 0.25 * (x.numpy().var((0, 2, 3)) - variance)
         with torch.no_grad():
             found = model(x)
+            model[0].carry()
         np.testing.assert_allclose(found, normalized(x.numpy(), mean, variance, layer()), rtol=1e-4, atol=1e-5)
 
 

@@ -43,10 +43,7 @@ class Blended:
 
 @dataclass(frozen=True)
 class Running:
-    """Test statistics carried along the stream: each batch moves them by `momentum`, starting from the source's.
-
-    They move in the pass that gives the answer, so the answer must come after the update (`predict="after"`).
-    """
+    """Test statistics carried along the stream: each batch moves them by `momentum`, starting from the source's."""
 
     momentum: float = 0.1
 
@@ -60,21 +57,39 @@ class Running:
 
 @dataclass(frozen=True)
 class Shrunken:
-    """As far from the source's statistics towards the image's as the shift exceeds what source images show.
+    """As far from the source's statistics towards the site's as the shift exceeds what source images show.
 
-    A layer's test mean deviates from the source's by z_c source-image standard deviations in channel c. An image of the
-    source gives Σ z² ≈ C. What is beyond is shift: its share w = max(0, 1 − C / Σ z²) of the deviation is followed, the
-    rest is taken for chance. The same for log variances. So source images are left alone, a slightly different scanner
-    is half followed, a very different one fully (w → 1 is the paper's normalization). Nothing to choose; `moments` come
-    from source training.
+    The site's statistics are the mean over the latest images (about `window` of them, this one included; 1: only this
+    one). A layer's mean deviates from the source's by z_c source-image standard deviations in channel c. Were these n
+    images of the source, n Σ z² would be about C. What is beyond is shift: the share w = max(0, 1 − C / (n Σ z²)) of
+    the deviation is followed, the rest is taken for chance. The same for log variances. So images of the source are
+    left alone, a slightly different scanner is half followed at first, a very different one fully from the first image
+    on (w → 1; with window 1 that is the paper's normalization). Nothing to choose but the window; `moments` come from
+    source training. An empirical Bayes estimate (James and Stein 1961), layer by layer.
     """
 
     moments: Mapping[str, Moments]
+    window: int = 20
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise SettingError(f"window must be at least 1, got {self.window}")
 
     def stand_in(self, layer: _BatchNorm, name: str) -> nn.Module:
         if name not in self.moments:
             raise SettingError(f"the calibration knows nothing of layer {name!r}; calibrate this network again")
-        return _Shrunken(layer, name, self.moments[name])
+        return _Shrunken(layer, name, self.moments[name], self.window)
+
+
+class Carrying(StandIn):
+    """Statistics that go on from batch to batch: `carry` takes over those of the latest pass, once per batch."""
+
+    def carry(self) -> None:
+        raise NotImplementedError
+
+
+def carrying_layers(model: nn.Module) -> list[Carrying]:
+    return [layer for layer in model.modules() if isinstance(layer, Carrying)]
 
 
 class _Blended(StandIn):
@@ -90,7 +105,7 @@ class _Blended(StandIn):
         )
 
 
-class _Running(StandIn):
+class _Running(Carrying):
     def __init__(self, layer: _BatchNorm, name: str, momentum: float) -> None:
         super().__init__(layer, name)
         mean, variance = self.stored()
@@ -98,6 +113,7 @@ class _Running(StandIn):
         self.register_buffer("test_mean", mean.clone())
         self.register_buffer("test_variance", variance.clone())
         self.momentum_of_test = momentum
+        self._latest = self.test_mean, self.test_variance
 
     test_mean: Tensor
     test_variance: Tensor
@@ -106,38 +122,59 @@ class _Running(StandIn):
         mean, variance = batch_moments(input)
         w = self.momentum_of_test
         moved = self.test_mean + w * (mean - self.test_mean), self.test_variance + w * (variance - self.test_variance)
-        if not torch.is_grad_enabled():  # the answer's pass, one per batch, moves them
-            self.test_mean.copy_(moved[0])
-            self.test_variance.copy_(moved[1])
+        self._latest = moved
         return self.normalized(input, *moved)
 
+    def carry(self) -> None:
+        self.test_mean.copy_(self._latest[0])
+        self.test_variance.copy_(self._latest[1])
 
-class _Shrunken(StandIn):
-    def __init__(self, layer: _BatchNorm, name: str, moments: Moments) -> None:
+
+class _Shrunken(Carrying):
+    def __init__(self, layer: _BatchNorm, name: str, moments: Moments, window: int) -> None:
         super().__init__(layer, name)
         like = self.stored()[0]
-        self._buffers = dict(self._buffers)  # the moments are constants: not part of the network's state
+        self._buffers = dict(self._buffers)  # its own: the stored statistics of the network stay as trained
         for field in ("mean", "mean_spread", "log_variance", "log_variance_spread"):
             self.register_buffer(f"source_{field}", getattr(moments, field).to(like, copy=True), persistent=False)
+        for field in ("images", "moved", "widened"):  # sums over the images before, fading
+            self.register_buffer(f"carried_{field}", torch.zeros_like(like if field != "images" else like[:1]))
+        self.fading = 1 - 1 / window
+        self._latest = self.carried_images, self.carried_moved, self.carried_widened
 
     source_mean: Tensor
     source_mean_spread: Tensor
     source_log_variance: Tensor
     source_log_variance_spread: Tensor
+    carried_images: Tensor
+    carried_moved: Tensor
+    carried_widened: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
         mean, variance = batch_moments(input)
         source_mean, source_variance = self.stored()
-        moved = mean - self.source_mean
-        widened = (variance + self.eps).log() - self.source_log_variance
-        mean = source_mean + excess(moved / self.source_mean_spread) * moved
-        factor = (excess(widened / self.source_log_variance_spread) * widened).exp()
+        images = self.fading * self.carried_images + 1
+        moved = self.fading * self.carried_moved + mean - self.source_mean
+        widened = self.fading * self.carried_widened + (variance + self.eps).log() - self.source_log_variance
+        self._latest = images, moved, widened
+        moved, widened = moved / images, widened / images
+        mean = source_mean + excess(moved / self.source_mean_spread, images) * moved
+        factor = (excess(widened / self.source_log_variance_spread, images) * widened).exp()
         return self.normalized(input, mean, (source_variance + self.eps) * factor - self.eps)
 
+    def carry(self) -> None:
+        for kept, latest in zip(
+            (self.carried_images, self.carried_moved, self.carried_widened), self._latest, strict=True
+        ):
+            kept.copy_(latest)
 
-def excess(deviations: Tensor) -> Tensor:
-    """Share of squared deviations (C,), in standard deviations of source images, that chance does not explain."""
-    return (1 - len(deviations) / deviations.square().sum()).clamp_min(0)
+
+def excess(deviations: Tensor, images: Tensor | float = 1.0) -> Tensor:
+    """Share of squared deviations (C,) of a mean over so many images that chance does not explain.
+
+    Deviations are in standard deviations of single source images.
+    """
+    return (1 - len(deviations) / (images * deviations.square().sum())).clamp_min(0)
 
 
 def batch_moments(input: Tensor) -> tuple[Tensor, Tensor]:
