@@ -466,7 +466,13 @@ def bench(
     target: Annotated[list[str] | None, typer.Option(help="Target site folder; several may be given.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder for models and results.")] = None,
     methods: Annotated[str | None, typer.Option(help="[default: source,ptbn,ttt,tent,atta]")] = None,
-    rates: Annotated[str | None, typer.Option(help="fixed, dynamic, exponential [default: fixed,dynamic]")] = None,
+    rates: Annotated[
+        str | None,
+        typer.Option(
+            help="fixed, dynamic, exponential, relative, matched, recommended; with α: fixed:1e-2 "
+            "[default: fixed,dynamic]"
+        ),
+    ] = None,
     seeds: Annotated[int | None, typer.Option(help="Source trainings, each with its own seed [default: 1]")] = None,
     orders: Annotated[int | None, typer.Option(help="Random orders of each stream [default: 1]")] = None,
     epochs: Annotated[int | None, typer.Option(help="Epochs of source training [default: 100, the paper's]")] = None,

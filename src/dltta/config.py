@@ -3,7 +3,7 @@
 import difflib
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
@@ -33,6 +33,8 @@ from dltta.rates import Exponential, Fixed, LearningRate, Proportional, Relative
 METHODS = ("source", "ptbn", "ttt", "tent", "atta")
 WITHOUT_RATE = ("source", "ptbn")
 RATES = ("fixed", "dynamic", "exponential", "relative")
+RECOMMENDED = "recommended"  # as a rate: relative, with shrunken statistics and guard; what `dltta adapt` does
+MATCHED = "matched"  # as a rate in a comparison: fixed at the mean rate of the dynamic stream
 STATISTICS = ("batch", "shrunken", "blended", "running")
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
 Built = TypeVar("Built")
@@ -67,7 +69,8 @@ class AdaptationSettings:
 
     def deciding(self, method: str, rate: str) -> dict[str, Any]:
         """The settings that decide a stream's outcome: only the batch without a loss, no memory with a fixed rate."""
-        ignored = {"batches_kept", "neighbors", "ready", "distance", "pool"} if rate == "fixed" else set()
+        memory = {"batches_kept", "neighbors", "ready", "distance", "pool"}
+        ignored = memory if rate.partition(":")[0] == "fixed" else set()
         alone = {"source": ["batch_size"], "ptbn": ["batch_size", "statistics"]}
         names = alone[method] if method in alone else [entry.name for entry in fields(self)]
         return {name: getattr(self, name) for name in names if name not in ignored}
@@ -155,8 +158,22 @@ def make_rate(rate: str, alpha: float, calibration: Calibration | None = None) -
     return rules[rate]
 
 
+def split_rate(rate: str) -> tuple[str, float | None]:
+    """`fixed:1e-2` is the rule and its α; without one the settings' α holds."""
+    name, colon, alpha = rate.partition(":")
+    require("rate", name, (*RATES, RECOMMENDED, MATCHED))
+    try:
+        return name, float(alpha) if colon else None
+    except ValueError as error:
+        raise SettingError(f"{rate!r} is not a rate; write a rule and its α, such as fixed:1e-2") from error
+
+
 def make_adapter(checkpoint: Checkpoint | OpenedModel, method: str, rate: str, settings: AdaptationSettings) -> Adapter:
-    """The adapter that one stream is run with; `rate` is "none" for methods without a loss."""
+    """The adapter that one stream is run with; `rate` is as `split_rate` reads it, or "none" without a loss."""
+    rule_name, alpha = ("none", None) if rate == "none" else split_rate(rate)
+    if rule_name == RECOMMENDED:
+        settings = replace(settings, statistics="shrunken", guard=True, ready="neighbors")
+        rule_name = "relative"
     settings = settings.for_task(checkpoint.task)
     calibration = checkpoint.calibration
     adapting = method != "source"
@@ -165,7 +182,7 @@ def make_adapter(checkpoint: Checkpoint | OpenedModel, method: str, rate: str, s
     guard = make_guard(calibration) if settings.guard and adapting else None
     if method in WITHOUT_RATE:
         return Adapter(checkpoint.model, objective, guard=guard)
-    rule = make_rate(rate, settings.alpha or 0.0, calibration)
+    rule = make_rate(rule_name, alpha if alpha is not None else settings.alpha or 0.0, calibration)
     return Adapter(
         checkpoint.model,
         objective,

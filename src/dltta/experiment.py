@@ -16,14 +16,16 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
 
 from dltta.config import (
+    MATCHED,
     METHODS,
-    RATES,
+    RECOMMENDED,
     WITHOUT_RATE,
     AdaptationSettings,
     default_architecture,
@@ -31,6 +33,7 @@ from dltta.config import (
     make_adapter,
     open_dataset,
     require,
+    split_rate,
 )
 from dltta.data.case import Case, Dataset, Task
 from dltta.data.transforms import Preprocessed
@@ -92,7 +95,7 @@ class Experiment:
         for method in self.methods:
             require("method", method, METHODS)
         for rate in self.rates:
-            require("rate", rate, RATES)
+            split_rate(rate)
         if not self.source or not self.targets:
             raise SettingError("an experiment needs at least one source site and one target site")
         if self.seeds < 1 or self.orders < 1:
@@ -126,9 +129,16 @@ class Experiment:
             for target in self.targets:
                 for order in range(self.orders):
                     for method in self.methods:
-                        rates = ("none",) if method in WITHOUT_RATE else self.rates
+                        rates = self._rates(method)
                         jobs += [Job(target, method, rate, seed, order) for rate in rates]
         return jobs
+
+    def _rates(self, method: str) -> tuple[str, ...]:
+        """Those of a method; without a loss there is none, but statistics may differ. Dynamic comes before matched."""
+        if method in WITHOUT_RATE:
+            recommended = method != "source" and RECOMMENDED in self.rates
+            return ("none", RECOMMENDED) if recommended else ("none",)
+        return tuple(sorted(self.rates, key=lambda rate: rate == MATCHED))
 
 
 @dataclass(frozen=True)
@@ -242,7 +252,8 @@ def run_job(bench: Bench, job: Job, device: str) -> None:
     checkpoint, dataset, order = open_stream(experiment, job, device)
     settings = experiment.adaptation.for_task(checkpoint.task)
     shown = Keep(dataset[i].name for i in _shown(len(dataset), experiment.examples))
-    adapter = make_adapter(checkpoint, job.method, job.rate, settings)
+    rate = job.rate if job.rate != MATCHED else f"fixed:{_dynamic_mean(bench, job, device)!r}"
+    adapter = make_adapter(checkpoint, job.method, rate, settings)
     patch = experiment.training.patch
     steps = adapter if patch is None else SlidingWindows(adapter, patch)
     record = run_stream(steps, dataset, order, batch_size=settings.batch_size or 1, collect=shown)
@@ -251,6 +262,15 @@ def run_job(bench: Bench, job: Job, device: str) -> None:
     provenance = Provenance.collect(seeds=[job.seed], data={dataset.site: bench.data[job.target, job.seed]})
     _save_answers(bench.example_file(job), shown)
     Results(asdict(job), provenance, (stream,)).write(bench.stream_file(job))
+
+
+def _dynamic_mean(bench: Bench, job: Job, device: str) -> float:
+    """The mean rate of the dynamic stream that this one is matched to, which is run if it was not."""
+    dynamic = replace(job, rate="dynamic")
+    if not bench.stream_file(dynamic).is_file():
+        run_job(bench, dynamic, device)
+    (stream,) = Results.load(bench.stream_file(dynamic)).streams
+    return fmean(case.rate for case in stream.cases if case.rate is not None)
 
 
 def open_stream(experiment: Experiment, job: Job, device: str) -> tuple[Checkpoint, Dataset, list[int]]:
