@@ -90,7 +90,7 @@ def test_more_than_256_classes_take_16_bits(tmp_path):
     Pillow.fromarray(np.zeros((1, 3), np.uint8)).save(tmp_path / "in" / "a.png")
     case, geometry = incoming(tmp_path / "in")
     classes = tuple(map(str, range(301)))
-    path = write_answer(tmp_path, case, np.array([[0, 256, 300]]), geometry, classes)
+    path = write_answer(tmp_path / "out", case, np.array([[0, 256, 300]]), geometry, classes)
     assert np.asarray(Pillow.open(path)).tolist() == [[0, 256, 300]]
     with pytest.raises(DataError, match="class value 300 has no name among 300"):
         write_answer(tmp_path, case, np.array([[0, 256, 300]]), geometry, classes[:300])
@@ -109,24 +109,29 @@ def test_a_dicom_series_is_answered_by_a_segmentation(tmp_path):
     assert find_incoming(tmp_path / "in") == [case]
 
 
-def test_answers_beside_the_input_are_not_taken_for_images(tmp_path):
+def test_answers_below_the_input_are_not_taken_for_images(tmp_path):
     write_series(tmp_path / "p7", np.zeros((3, 4, 5), np.int16))
     oblique(tmp_path / "v.nii.gz")
     found = find_incoming(tmp_path)
     for case in found:
         geometry = read_incoming(case).geometry
         write_answer(tmp_path / "answers", case, np.ones(geometry.shape, int), geometry, CLASSES)
-        write_probabilities(tmp_path, case, np.ones((2, *geometry.shape)), geometry)
+        write_probabilities(tmp_path / "answers", case, np.ones((2, *geometry.shape)), geometry)
     assert find_incoming(tmp_path) == found
 
 
-def test_an_answer_never_replaces_its_image(tmp_path):
-    oblique(tmp_path / "a.nii.gz")
-    before = (tmp_path / "a.nii.gz").read_bytes()
+def test_answers_do_not_go_where_images_come_from(tmp_path):
+    oblique(tmp_path / "a_0000.nii.gz")
+    before = (tmp_path / "a_0000.nii.gz").read_bytes()
     case, geometry = incoming(tmp_path)
-    with pytest.raises(DataError, match="would replace its image; choose another output folder"):
-        write_answer(tmp_path, case, np.zeros((4, 5, 6), int), geometry, CLASSES)
-    assert (tmp_path / "a.nii.gz").read_bytes() == before
+    (tmp_path / "link").symlink_to(".")
+    for folder in (tmp_path, tmp_path / "link"):
+        with pytest.raises(DataError, match="images come from this folder; choose another"):
+            write_answer(folder, case, np.zeros((4, 5, 6), int), geometry, CLASSES)
+        with pytest.raises(DataError, match="images come from this folder; choose another"):
+            write_probabilities(folder, case, np.zeros((2, 4, 5, 6)), geometry)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a_0000.nii.gz", "link"]
+    assert (tmp_path / "a_0000.nii.gz").read_bytes() == before
 
 
 # probabilities

@@ -86,8 +86,11 @@ def test_a_single_file_is_one_case_whatever_lies_beside_it(tmp_path):
     png(tmp_path / "a_0001.png")
     [case] = find_incoming(tmp_path / "a_0000.png")
     assert (case.name, case.files) == ("a", (tmp_path / "a_0000.png",))
-    [slice_] = find_incoming(write_series(tmp_path / "s", np.zeros((2, 3, 4), np.int16), names=["IM1", "IM2"])[0])
-    assert (slice_.name, slice_.kind) == ("IM1", "dicom")
+    assert names(find_incoming(tmp_path / "a_0001.png")) == ["a_0001"]
+    [slice_] = find_incoming(
+        write_series(tmp_path / "s", np.zeros((2, 3, 4), np.int16), names=["IM_0000", "IM_0001"])[0]
+    )
+    assert (slice_.name, slice_.kind) == ("IM_0000", "dicom")
     (tmp_path / "a.jpg").write_bytes(b"")
     with pytest.raises(DataError, match="neither DICOM nor one of .png"):
         find_incoming(tmp_path / "a.jpg")
@@ -244,6 +247,26 @@ def test_what_is_no_image_of_the_patient_is_ignored(tmp_path):
     assert [(c.name, len(c.files)) for c in find_incoming(tmp_path)] == [("p", 2)]
 
 
+def test_a_sub_folder_that_goes_is_no_case_and_one_that_cannot_be_listed_is_a_problem(tmp_path, monkeypatch):
+    png(tmp_path / "a.png")
+    (tmp_path / "locked").mkdir()
+    listed = type(tmp_path).iterdir
+
+    def iterdir(folder):
+        if folder == tmp_path:
+            (tmp_path / "gone").mkdir(exist_ok=True)
+        if folder.name == "gone":
+            folder.rmdir()
+        if folder.name == "locked":
+            raise PermissionError(13, "Permission denied")
+        return listed(folder)
+
+    monkeypatch.setattr(type(tmp_path), "iterdir", iterdir)
+    a, locked = find_incoming(tmp_path)
+    assert (a.name, a.problem) == ("a", None)
+    assert (locked.name, "cannot be listed (Permission denied)" in locked.problem) == ("locked", True)
+
+
 def test_dicom_without_the_extra_says_how_to_install_it(tmp_path, monkeypatch):
     write_dicom(tmp_path / "a.dcm", GREY)
     dicom._library.cache_clear()
@@ -355,6 +378,23 @@ def test_a_file_that_grows_is_left_alone_until_it_is_whole(tmp_path):
 
     clock = Clock(at_1=grow, at_2=grow, at_3=grow)
     assert watched(tmp_path, clock, idle=5) == [(4, "a")]
+
+
+def test_a_file_that_grows_without_a_new_time_is_left_alone(tmp_path):
+    path = tmp_path / "a.png"
+
+    def grow():
+        with path.open("ab") as file:
+            file.write(b"more")
+        os.utime(path, (5, 5))
+
+    grow()
+    assert watched(tmp_path, Clock(at_1=grow, at_2=grow), idle=5) == [(3, "a")]
+
+
+def test_nothing_is_given_up_that_may_still_become_whole(tmp_path):
+    png(tmp_path / "a_0000.png")
+    assert watched(tmp_path, Clock(), settle=9, idle=2) == [(9, "a")]
 
 
 def test_a_file_rewritten_in_place_has_another_time(tmp_path):

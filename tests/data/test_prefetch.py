@@ -1,8 +1,8 @@
 import gc
 import threading
+import time
 import weakref
 
-import numpy as np
 import pytest
 
 from dltta.data.incoming import watch_incoming
@@ -110,11 +110,41 @@ def test_closing_early_stops_thread_and_listing():
 
 
 def test_closing_wakes_a_watch_that_waits_for_files(tmp_path):
-    np.save(tmp_path / "x.npy", 0)
+    taken, waits = threading.Event(), threading.Event()
+
+    def clock():
+        if taken.is_set():
+            waits.set()
+        return time.monotonic()
+
     (tmp_path / "a.png").write_bytes(b"")
-    results = prefetch(watch_incoming(tmp_path, poll=0.01), lambda case: case.name)
+    results = prefetch(watch_incoming(tmp_path, poll=0.01, clock=clock), lambda case: case.name)
     assert next(results)[1] == "a"
+    taken.set()
+    assert waits.wait(PATIENCE)
+    closing = threading.Thread(target=results.close, daemon=True)
+    closing.start()
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
+    assert not threads()
+
+
+def test_closing_waits_for_a_listing_that_runs():
+    runs, goes_on = threading.Event(), threading.Event()
+
+    def cases():
+        yield "a"
+        runs.set()
+        assert goes_on.wait(PATIENCE)
+        yield "b"
+
+    read = []
+    results = prefetch(cases(), read.append)
+    next(results)
+    assert runs.wait(PATIENCE)
+    threading.Timer(0.05, goes_on.set).start()
     results.close()
+    assert read == ["a"]
     assert not threads()
 
 

@@ -20,7 +20,7 @@ def write_answer(
     folder: Path | str, case: Incoming, labels: ArrayLike, geometry: Geometry, classes: Sequence[str]
 ) -> Path:
     """Writes class values (*spatial) for a case and says where; `classes[i]` names value i, 0 is background."""
-    path = _place(folder, case, f"{case.name}{ending(case.files[0]) or '.dcm'}")
+    path = _apart(Path(folder), case) / f"{case.name}{ending(case.files[0]) or '.dcm'}"
     highest = int(np.asarray(labels).max(initial=0))
     if highest >= len(classes):
         raise DataError(f"{path}: class value {highest} has no name among {len(classes)}; name all classes")
@@ -39,7 +39,7 @@ def write_probabilities(folder: Path | str, case: Incoming, probabilities: Array
     """
     values = np.asarray(probabilities, dtype=np.float32)
     nifti = case.kind == "nifti"
-    path = _place(folder, case, f"{case.name}{PROBABILITIES}{'.nii.gz' if nifti else '.npz'}")
+    path = _apart(Path(folder), case) / f"{case.name}{PROBABILITIES}{'.nii.gz' if nifti else '.npz'}"
     if values.shape[1:] != geometry.shape:
         raise DataError(
             f"{path}: probabilities have their image's size {geometry.shape}, found {values.shape[1:]}; resize them"
@@ -53,9 +53,8 @@ def write_probabilities(folder: Path | str, case: Incoming, probabilities: Array
     return path
 
 
-def _place(folder: Path | str, case: Incoming, name: str) -> Path:
-    """Where an answer goes, which must not be where its image lies."""
-    path = Path(folder) / name
-    if any(path.exists() and file.exists() and path.samefile(file) for file in case.files):
-        raise DataError(f"{path}: the answer would replace its image; choose another output folder")
-    return path
+def _apart(folder: Path, case: Incoming) -> Path:
+    """The folder for answers, which is not one that images come from: the next look would take them for images."""
+    if folder.exists() and any(file.parent.exists() and folder.samefile(file.parent) for file in case.files):
+        raise DataError(f"{folder}: images come from this folder; choose another one for the answers")
+    return folder

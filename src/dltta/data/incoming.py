@@ -115,7 +115,9 @@ def _single(file: Path) -> Incoming:
     """A file that was named itself: its neighbors do not matter, nor where it lies."""
     if ending(file) is None and not dicom.looks_like(file):
         raise DataError(f"{file}: neither DICOM nor one of {' '.join(ENDINGS)}; convert it")
-    return Incoming(_safe(_channel(file)[0]), (file,), _kind(file), file.stat().st_mtime, _refused_name(file.name))
+    name, channel = _channel(file)
+    safe = _safe(name if channel == 0 and ending(file) else _stem(file))
+    return Incoming(safe, (file,), _kind(file), file.stat().st_mtime, _refused_name(file.name))
 
 
 def _list(folder: Path) -> list[Incoming]:
@@ -130,8 +132,17 @@ def _list(folder: Path) -> list[Incoming]:
             pictures.append(entry)
     cases = [*_picture_cases(folder, pictures), *_dicom_cases(folder, folder, others)]
     for child in folders:
-        cases += _dicom_cases(folder, child, [e for e in _entries(child) if ending(e) is None and not e.is_dir()])
+        cases += _folder_cases(folder, child)
     return _distinct(cases)
+
+
+def _folder_cases(root: Path, child: Path) -> list[Incoming]:
+    """The DICOM cases of a sub-folder; it may have gone since it was listed."""
+    try:
+        files = [entry for entry in _entries(child) if ending(entry) is None and not entry.is_dir()]
+    except DataError as error:
+        return [_case(root, child.name, [child], str(error))] if child.is_dir() else []
+    return _dicom_cases(root, child, files)
 
 
 def _entries(folder: Path) -> list[Path]:

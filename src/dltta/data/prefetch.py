@@ -1,7 +1,7 @@
 """1 images. How is the next image read while the network works on this one?"""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Generic, TypeVar
@@ -10,9 +10,10 @@ from dltta.errors import DlttaError, SettingError
 
 T = TypeVar("T")
 R = TypeVar("R")
+Results = Generator[tuple[T, R | DlttaError], None, None]
 
 
-def prefetch(cases: Iterable[T], read: Callable[[T], R], *, ahead: int = 1) -> Iterator[tuple[T, R | DlttaError]]:
+def prefetch(cases: Iterable[T], read: Callable[[T], R], *, ahead: int = 1) -> Results[T, R]:
     """Every case with what `read` gives for it, in order, read in one other thread up to `ahead` cases in advance.
 
     An error of ours comes out as the value of its case, and the next case follows; any other is raised here, in its
@@ -32,7 +33,7 @@ class _Reader(Generic[T, R]):
         self.closed = threading.Event()
         self.done: SimpleQueue[tuple[T, R | DlttaError] | BaseException | None] = SimpleQueue()
 
-    def results(self) -> Iterator[tuple[T, R | DlttaError]]:
+    def results(self) -> Results[T, R]:
         thread = threading.Thread(target=self.work, name="prefetch", daemon=True)
         thread.start()
         try:
