@@ -7,7 +7,7 @@ import pytest
 
 import dltta.experiment
 from dltta.config import AdaptationSettings
-from dltta.errors import DataError
+from dltta.errors import DataError, SettingError
 from dltta.evaluation import Results
 from dltta.experiment import Experiment, run_experiment
 from dltta.training import TrainingSettings
@@ -136,3 +136,24 @@ def test_sites_below_a_root_are_named_without_it(tmp_path):
     assert experiment.open("phantom:oct:cirrus:4").site == "cirrus"
     with pytest.raises(DataError, match=str(tmp_path / "site_b")):
         experiment.open("site_b")
+
+
+def test_matched_runs_at_the_mean_rate_of_the_dynamic_stream(finished, tmp_path):
+    folder, _ = finished
+    rates = ("matched", "dynamic", "fixed:1e-2", "recommended")
+    results = run_experiment(small(tmp_path, work=str(folder), methods=("ptbn", "tent"), rates=rates))
+    by_rate = {(stream.method, stream.rate): stream for stream in results.streams}
+    dynamic = [case.rate for case in by_rate["tent", "dynamic"].cases]
+    assert {case.rate for case in by_rate["tent", "matched"].cases} == {sum(dynamic) / len(dynamic)}
+    assert {case.rate for case in by_rate["tent", "fixed:1e-2"].cases} == {1e-2}
+    assert ("ptbn", "recommended") in by_rate
+    changed = [
+        a.metrics != b.metrics for a, b in zip(by_rate["ptbn", "none"].cases, by_rate["ptbn", "recommended"].cases)
+    ]
+    assert any(changed)
+
+
+@pytest.mark.parametrize("rate", ["fixd", "fixed:fast"])
+def test_a_rate_that_is_none_is_refused(tmp_path, rate):
+    with pytest.raises(SettingError, match="rate"):
+        small(tmp_path, rates=(rate,))
