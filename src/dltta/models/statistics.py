@@ -57,19 +57,22 @@ class Running:
 
 @dataclass(frozen=True)
 class Shrunken:
-    """As far from the source's statistics towards the site's as the shift exceeds what source images show.
+    """As far from the source's statistics towards the image's as the shift exceeds what source images show.
 
-    The site's statistics are the mean over the latest images (about `window` of them, this one included; 1: only this
-    one). A layer's mean deviates from the source's by z_c source-image standard deviations in channel c. Were these n
-    images of the source, n Σ z² would be about C. What is beyond is shift: the share w = max(0, 1 − C / (n Σ z²)) of
-    the deviation is followed, the rest is taken for chance. The same for log variances. So images of the source are
-    left alone, a slightly different scanner is half followed at first, a very different one fully from the first image
-    on (w → 1; with window 1 that is the paper's normalization). Nothing to choose but the window; `moments` come from
-    source training. An empirical Bayes estimate (James and Stein 1961), layer by layer.
+    A layer's mean deviates from the source's by z_c source-image standard deviations in channel c. Were this an image
+    of the source, Σ z² would be about C. What is beyond is shift: the share w = max(0, 1 − C / Σ z²) of the deviation
+    is followed, the rest is taken for chance. The same for log variances. So images of the source are left alone, a
+    slightly different scanner is half followed, a very different one fully (w → 1 is the paper's normalization). There
+    is nothing to choose; `moments` come from source training. An empirical Bayes estimate (James and Stein 1961), layer
+    by layer.
+
+    With a `window` above 1 the deviation is the mean over about so many of the latest images, this one included, and
+    counts as that many: n Σ z² stands for Σ z². Better where a stream is all of one site, but on held-out images of two
+    source sites it costs one to two points, so 1 is the default.
     """
 
     moments: Mapping[str, Moments]
-    window: int = 20
+    window: int = 1
 
     def __post_init__(self) -> None:
         if self.window < 1:
