@@ -19,6 +19,7 @@ RANK = [
     {"windows"},
     {"evaluation", "testing"},
     {"training"},
+    {"uda"},
     {"config"},
     {"experiment"},
     {"demo", "progress"},

@@ -52,7 +52,7 @@ from dltta.evaluation import (
     write_report,
 )
 from dltta.files import write_atomically
-from dltta.models.loading import Checkpoint, load_checkpoint
+from dltta.models.loading import Checkpoint, load_checkpoint, weights_checksum
 from dltta.training import SourceTraining, TrainingSettings
 from dltta.training.examples import gather, split_by_group
 from dltta.training.fit import Report
@@ -364,14 +364,10 @@ def _data(experiment: Experiment, models: Mapping[int, Checkpoint]) -> dict[tupl
 
 def _weights(checkpoint: Checkpoint) -> str:
     """Checksum of the network and its auxiliary parts."""
-    digest = sha256()
     parts = [checkpoint.model]
     parts += [checkpoint.rotation.head] if checkpoint.rotation else []
     parts += [checkpoint.reconstructions.autoencoders] if checkpoint.reconstructions else []
-    for part in parts:
-        for name, tensor in part.state_dict().items():
-            digest.update(name.encode() + tensor.cpu().numpy().tobytes())
-    return digest.hexdigest()
+    return weights_checksum(*parts)
 
 
 def _check_sites(experiment: Experiment) -> None:
