@@ -12,7 +12,16 @@ from torch.utils.data import Dataset as TorchDataset
 from dltta.data.case import Case, Dataset, Task
 from dltta.data.transforms import Preprocessing
 from dltta.errors import DataError
-from dltta.training.examples import Examples, Pair, augmentation, gather, read_pairs, require_one_size, split_by_group
+from dltta.training.examples import (
+    Examples,
+    Pair,
+    augmentation,
+    gather,
+    read_pairs,
+    require_one_size,
+    split_by_group,
+    without_history,
+)
 from dltta.training.settings import TrainingSettings
 
 Triple = tuple[Tensor, Tensor, Tensor]  # source image, source label, target image
@@ -56,7 +65,7 @@ class Images(TorchDataset[Tensor]):
         if self.augment is None:
             return self.images[index]
         self.augment.set_random_state(_draw(self.seed, 5, self.epoch, index))
-        return torch.as_tensor(self.augment({"image": self.images[index]})["image"])
+        return without_history(self.augment({"image": self.images[index]})["image"])
 
 
 class Mixed(TorchDataset[Triple]):

@@ -10,7 +10,8 @@ MODEL/
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -39,6 +40,51 @@ class Method(Protocol):
     def train(self, training: "UDATraining", /) -> Checkpoint:
         """The adapted model; what its record says is kept beside what the frame records."""
         ...
+
+
+class Stateful(Protocol):
+    """A module, an optimizer, a pool of images, a queue."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> object: ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Several things with a state, saved and restored together: what a learner with two optimizers is made of."""
+
+    parts: Mapping[str, Stateful]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in self.parts.items()}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        for name, part in self.parts.items():
+            part.load_state_dict(state[name])
+
+    def train(self) -> None:
+        for part in self.parts.values():
+            if isinstance(part, nn.Module):
+                part.train()
+
+
+@contextmanager
+def frozen(*modules: nn.Module) -> Iterator[None]:
+    """Gradients pass through these modules while the context lasts, but leave nothing in them."""
+    for module in modules:
+        module.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.requires_grad_(True)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """The rate of the next step."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
 
 
 @dataclass
