@@ -1,5 +1,9 @@
+import json
+
+import numpy as np
 import pytest
 import torch
+from PIL import Image as Pillow
 
 from dltta import Exponential, Fixed, Proportional
 from dltta.config import (
@@ -10,6 +14,7 @@ from dltta.config import (
     default_preprocessing,
     make_rate,
     open_dataset,
+    open_target,
     read_toml,
 )
 from dltta.data.transforms import Preprocessing
@@ -80,6 +85,20 @@ def test_phantom_sites_by_name():
             open_dataset(bad)
     with pytest.raises(DataError, match="there is no folder"):
         open_dataset("no/such/folder")
+
+
+def test_a_target_needs_no_labels(tmp_path):
+    (tmp_path / "imagesTs").mkdir()
+    Pillow.fromarray(np.full((4, 6), 7, np.uint8)).save(tmp_path / "imagesTs" / "a_0000.png")
+    labels = {"background": 0, "blob": 1}
+    description = {"channel_names": {"0": "grey"}, "labels": labels, "file_ending": ".png"}
+    (tmp_path / "dataset.json").write_text(json.dumps(description))
+    with pytest.raises(DataError, match="imagesTr"):
+        open_dataset(str(tmp_path))
+    target = open_target(str(tmp_path))
+    assert (len(target), target[0].label) == (1, None)
+    assert torch.equal(target[0].image, torch.full((1, 4, 6), 7.0))
+    assert len(open_target("phantom:oct:cirrus:3")) == 3
 
 
 def test_an_experiment_names_what_it_does_not_know():

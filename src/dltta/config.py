@@ -24,9 +24,20 @@ from dltta.models.architecture import BUILDERS, Architecture
 from dltta.models.loading import Checkpoint
 from dltta.objectives import ATTA, PTBN, TTT, Objective, Preparation, Source, Tent
 from dltta.rates import Exponential, Fixed, LearningRate, Proportional
+from dltta.uda import Method
+from dltta.uda.cyclegan import CycleGAN
+from dltta.uda.style import StyleTransfer
+from dltta.uda.swav import SwAV
+from dltta.uda.udas import UDAS
 
 METHODS = ("source", "ptbn", "ttt", "tent", "atta")
-WITHOUT_RATE = ("source", "ptbn")
+UDA: dict[str, type[Method]] = {  # these learn with the target's images
+    "uda-st": StyleTransfer,
+    "cyclegan": CycleGAN,
+    "udas": UDAS,
+    "uda-swav": SwAV,
+}
+WITHOUT_RATE = ("source", "ptbn", *UDA)
 RATES = ("fixed", "dynamic", "exponential")
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
 Built = TypeVar("Built")
@@ -84,9 +95,12 @@ PAPER: dict[Task, AdaptationSettings] = {
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A training as a TOML file: `dltta train CONFIG`."""
+    """A training as a TOML file: `dltta train CONFIG`. `uda` with `targets` and `uda_settings` learns with both."""
 
     sites: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
+    uda: str | None = None
+    uda_settings: Mapping[str, Any] = field(default_factory=dict)
     output: str | None = None
     network: str | None = None
     network_options: Mapping[str, Any] = field(default_factory=dict)
@@ -96,7 +110,9 @@ class TrainConfig:
 
 def make_objective(method: str, checkpoint: Checkpoint) -> Objective | Preparation:
     """The method of that name for this checkpoint; says how to train what it lacks."""
-    require("method", method, METHODS)
+    require("method", method, (*METHODS, *UDA))
+    if method in UDA:
+        return Source()  # all adaptation was in training
     if method == "ttt":
         part = checkpoint.rotation
         if part is None:
@@ -109,6 +125,12 @@ def make_objective(method: str, checkpoint: Checkpoint) -> Objective | Preparati
         return ATTA(parts.autoencoders, parts.levels, parts.channels)
     plain: dict[str, Objective | Preparation] = {"source": Source(), "ptbn": PTBN(), "tent": Tent()}
     return plain[method]
+
+
+def make_uda(name: str, settings: Mapping[str, Any] = {}) -> Method:
+    """The method of that name, with these of its settings and its defaults for the others."""
+    require("method that learns with target images", name, UDA)
+    return build(UDA[name], settings, f"[uda.{name}]")
 
 
 def make_rate(rate: str, alpha: float) -> LearningRate:
@@ -161,6 +183,13 @@ def open_dataset(spec: str) -> Dataset:
     if not Path(spec).is_dir():
         raise DataError(f"there is no folder {spec}; give a site folder, or phantom:TASK:SITE:COUNT[:SEED]")
     return open_site(spec)
+
+
+def open_target(spec: str) -> Dataset:
+    """A site whose labels are not needed: as `open_dataset`, or the test cases of a folder that has no others."""
+    folder = Path(spec)
+    only_tests = (folder / "imagesTs").is_dir() and not any((folder / name).is_dir() for name in ("imagesTr", "images"))
+    return open_site(folder, split="test") if only_tests else open_dataset(spec)
 
 
 def _open_phantom(spec: str) -> Dataset:

@@ -1,6 +1,6 @@
 """What a method is given: source pairs, target images without labels, the frame that resumes and records."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -16,7 +16,7 @@ from dltta.training.fit import Plan
 from dltta.uda import UDATraining
 from dltta.uda.domains import Images, Mixed, Unlabeled, read_domains
 from dltta.uda.training import frozen
-from frames import Stop, frame, same, stop_at
+from frames import Stop, frame, same, stop_at, untrained
 from sites import Blobs, Locked
 
 
@@ -131,7 +131,7 @@ def test_resuming_with_another_setting_or_target_is_refused(tmp_path):
 
 
 def test_sites_that_do_not_fit_are_refused(tmp_path):
-    with pytest.raises(SettingError, match="at least one site of each"):
+    with pytest.raises(SettingError, match="give --source and --target sites"):
         UDATraining(TwoStages(), [Blobs()], [], *[None] * 5)
     with pytest.raises(DataError, match="classification"):
         frame(tmp_path, TwoStages(), targets=[Blobs("classification")]).run()
@@ -147,6 +147,13 @@ def test_a_source_training_can_begin_with_given_weights(tmp_path):
     with pytest.raises(StateError, match="other settings"):
         training.train_source([Blobs(count=4)], "source", training.network())
     assert load_checkpoint(tmp_path / "source").record["finished"]
+
+
+def test_a_source_model_of_another_kind_is_refused(tmp_path):
+    other = untrained()
+    for changed, words in ((replace(other, preprocessing=Preprocessing("zscore")), "zscore"), (untrained(3), "3")):
+        with pytest.raises(SettingError, match=f"the source model is .*{words}.*, not"):
+            frame(tmp_path, TwoStages(), source=changed)
 
 
 def test_frozen_modules_pass_gradients_on_and_keep_none():

@@ -111,7 +111,8 @@ class UDATraining:
 
     def __post_init__(self) -> None:
         if not self.sites or not self.targets:
-            raise SettingError(f"{self.method.name} learns from source and target; give at least one site of each")
+            raise SettingError(f"{self.method.name} learns with source and target; give --source and --target sites")
+        self._require_own_source_model()
         self.targets = [Unlabeled(site) for site in self.targets]
         self.settings = replace(self.settings, with_=())
 
@@ -242,6 +243,13 @@ class UDATraining:
             "fingerprint": self.fingerprint,
             "finished": True,
         }
+
+    def _require_own_source_model(self) -> None:
+        given = self.source_model
+        if given is not None and given.architecture.as_json() != self.architecture.as_json():
+            raise SettingError(f"the source model is {given.architecture}, not {self.architecture}; train another")
+        if given is not None and given.preprocessing != self.preprocessing:
+            raise SettingError(f"the source model is for {given.preprocessing}, not {self.preprocessing}")
 
     def _require_fitting_network(self) -> None:
         channels = len(self.domains.target.images[0])
