@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from dltta.config import (
     default_architecture,
     default_preprocessing,
     make_rate,
+    make_uda,
     open_dataset,
     open_target,
     read_toml,
@@ -21,6 +23,8 @@ from dltta.data.transforms import Preprocessing
 from dltta.errors import DataError, SettingError
 from dltta.experiment import Experiment
 from dltta.training import TrainingSettings
+
+CONFIGS = Path(__file__).parent.parent / "configs"
 
 
 def test_a_wrong_key_fails_with_the_right_spelling():
@@ -85,6 +89,15 @@ def test_phantom_sites_by_name():
             open_dataset(bad)
     with pytest.raises(DataError, match="there is no folder"):
         open_dataset("no/such/folder")
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("train/*.toml")), ids=lambda path: path.stem)
+def test_every_training_configuration_can_be_built_and_opens_with_its_command(path):
+    setup = build(TrainConfig, read_toml(path), path.name)
+    build(TrainingSettings, setup.training, "[training]")
+    assert path.read_text().startswith(f"# dltta train configs/train/{path.name}\n")
+    if setup.uda is not None:
+        assert make_uda(setup.uda, setup.uda_settings).name == setup.uda
 
 
 def test_a_target_needs_no_labels(tmp_path):

@@ -205,6 +205,7 @@ def test_the_papers_settings_on_the_papers_data(tmp_path):
         assert (found.steps, found.mode, found.optimizer, found.distance) == (1, "continual", "sgd", "l2")
         assert (base.training.epochs, base.training.with_, base.uda) == (100, ("ttt", "atta"), {})
         assert base.methods == (*METHODS, *WITH_TARGET[bed])
+    assert base_experiment("oct", replace(setup, test_time_only=True)).methods == METHODS
     assert base_experiment("oct", setup).source == ("oct:spectralis:train+val@data",)
     assert base_experiment("prostate", setup).training.patch == (80, 80, 80)
     assert [spec.split("@")[0] for spec in base_experiment("histology", setup).targets] == [

@@ -304,6 +304,9 @@ def reproduce_(
     seeds: Annotated[int | None, typer.Option(help="Source trainings [default: 3, with --phantom 1]")] = None,
     epochs: Annotated[int | None, typer.Option(help="Of source training [default: 100, the paper's]")] = None,
     weights: Annotated[Path | None, typer.Option(help="torchvision densenet121 state dict, for histology.")] = None,
+    test_time_only: Annotated[
+        bool, typer.Option("--test-time-only", help="Leave out methods that learn with target images.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Another seed draws other weights and, with --phantom, images.")] = 0,
     processes: Annotated[int | None, typer.Option("-j", help="Streams run at once [default: 2 on a CPU]")] = None,
     device: Device = "cpu",
@@ -337,6 +340,7 @@ def reproduce_(
         seed=seed,
         epochs=epochs,
         weights=weights,
+        test_time_only=test_time_only,
     )
     for each in names:
         check(each, setup)

@@ -111,6 +111,7 @@ class Setup:
     seed: int = 0
     epochs: int | None = None  # None: the paper's 100, the demo's on phantoms
     weights: Path | None = None  # ImageNet weights of the histology network
+    test_time_only: bool = False  # leave out the rows of methods that learn with target images
 
     @property
     def about(self) -> str:
@@ -144,7 +145,7 @@ def base_experiment(bed: Bed, setup: Setup) -> Experiment:
     return replace(
         base,
         work=str(setup.folder(f"work/{bed}{_other_than_usual(setup)}")),
-        methods=(*METHODS, *WITH_TARGET[bed]),
+        methods=METHODS if setup.test_time_only else (*METHODS, *WITH_TARGET[bed]),
         uda=REDUCED[bed] if setup.data is None else {},
         seeds=setup.seeds,
         examples=EXAMPLES,

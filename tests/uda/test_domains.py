@@ -112,7 +112,11 @@ def test_a_killed_training_resumes_to_the_same_bits(tmp_path, moment):
     whole = frame(tmp_path / "whole", TwoStages()).run()
     with pytest.raises(Stop):
         frame(tmp_path / "killed", TwoStages(), report=stop_at(*moment)).run()
-    resumed = frame(tmp_path / "killed", TwoStages(), resume=True).run()
+    seen = []
+    resumed = frame(
+        tmp_path / "killed", TwoStages(), resume=True, report=lambda plan, *at: seen.append((plan, *at))
+    ).run()
+    assert (seen[0][0].stage, seen[0][1]) == moment[:2]  # no finished epoch is done again
     assert same(whole.model, resumed.model)
     assert [row["loss"] for row in resumed.record["history"]] == [row["loss"] for row in whole.record["history"]]
     assert resumed.record["counted"] == 4

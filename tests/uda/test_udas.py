@@ -133,6 +133,8 @@ def test_the_checkpoint_is_a_plain_network(tmp_path, axes, levels):
     assert not same(checkpoint.model, source.model)
     assert checkpoint.record["history"][0].keys() >= {"task", "adversarial", "discriminator", "score", "seconds"}
     assert checkpoint.record["uda"]["levels"] == levels
+    state = checkpoint.model.state_dict()
+    assert {int(state[name]) for name in state if name.endswith("num_batches_tracked")} == {2}  # three target images
 
 
 def test_a_killed_training_resumes_to_the_same_bits(tmp_path):

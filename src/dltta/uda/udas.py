@@ -60,7 +60,6 @@ class UDAS:
         settings = training.settings
         plan = Plan(self.name, self.epochs, settings.batch_size, learner.rate, settings.seed, settings.workers)
         training.learn(learner, training.domains.mixed, plan, score=lambda: training.score(network))
-        learner.outputs.close()
         collect_statistics(network, training.domains.target, settings.batch_size, training.device)
         return training.checkpoint(network)
 
@@ -81,7 +80,7 @@ class UDAS:
 class Outputs(nn.Module):
     """A network's logits and, from one of its layers through a 1 × 1 convolution, auxiliary logits of the same size.
 
-    The auxiliary head is for training only: `close` takes its hook off the network.
+    The auxiliary head is for training only; a checkpoint of the network has neither it nor the hook.
     """
 
     def __init__(self, network: nn.Module, layer: str | None, classes: int, sample: Tensor) -> None:
@@ -90,7 +89,7 @@ class Outputs(nn.Module):
         self.levels = ("main",) if layer is None else ("main", "auxiliary")
         self._seen: list[Tensor] = []  # what the layer gave last
         if layer is not None:
-            self._hook = find_layer(network, layer).register_forward_hook(self._see)
+            find_layer(network, layer).register_forward_hook(self._see)
             self.head = self._new_head(classes, sample.to(next(network.parameters()).device))
 
     def forward(self, images: Tensor) -> list[Tensor]:
@@ -102,10 +101,6 @@ class Outputs(nn.Module):
 
     def _see(self, _module: nn.Module, _inputs: Any, output: Tensor) -> None:
         self._seen[:] = [output]
-
-    def close(self) -> None:
-        if len(self.levels) > 1:
-            self._hook.remove()
 
     @torch.no_grad()
     def _new_head(self, classes: int, sample: Tensor) -> nn.Module:
