@@ -37,3 +37,37 @@ class Blobs:
             image[(0, *box)] += 2
         answer = label if self.task == "segmentation" else torch.tensor(int(there))
         return Case(f"case_{index}", self.site, f"patient_{index // 2}", image, answer)
+
+
+class LockedCase(Case):
+    """A case whose label fails the test that reads it."""
+
+    def __getattribute__(self, name):
+        assert name != "label", "a target's label was read"
+        return super().__getattribute__(name)
+
+
+@dataclass(frozen=True)
+class Locked:
+    """A data set whose labels must not be read."""
+
+    dataset: object
+
+    @property
+    def site(self):
+        return self.dataset.site
+
+    @property
+    def task(self):
+        return self.dataset.task
+
+    @property
+    def classes(self):
+        return self.dataset.classes
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        case = self.dataset[index]
+        return LockedCase(case.name, case.site, case.group, case.image, case.label, case.spacing)

@@ -6,6 +6,9 @@ import sys
 import pytest
 
 from dltta import cli
+from dltta.models.loading import load_checkpoint
+
+AWAY = ("--target", "phantom:oct:cirrus:4")
 
 
 def run(monkeypatch, capsys, *arguments):
@@ -65,6 +68,24 @@ def test_a_model_is_not_overwritten_by_accident(dltta, small, tmp_path):
     assert dltta("train", small, "-o", tmp_path / "model", "--resume")[0] == 0
 
 
+def test_train_learns_with_a_target_and_resumes(dltta, small, tmp_path):
+    arguments = ["train", small, "--uda", "udas", "--target", "phantom:oct:cirrus:3:1", "-o", tmp_path / "model"]
+    arguments += ["--uda-setting", "epochs=1", "--uda-setting", "width=2", "--uda-setting", "levels=single"]
+    code, out, err = dltta(*arguments, "--tensorboard", tmp_path / "log", "--json")
+    assert code == 0, err
+    assert json.loads(out)["metric"] == "dice"
+    record = load_checkpoint(tmp_path / "model").record
+    found = record["uda"]
+    assert (found["method"], found["targets"], found["target_images"]) == ("udas", ["cirrus"], 3)
+    assert (found["epochs"], found["levels"]) == (1, "single")
+    assert any((tmp_path / "log").iterdir())
+    assert dltta(*arguments)[0] == 2
+    assert dltta(*arguments, "--resume")[0] == 0
+    other = ["-o", tmp_path / "other", "--source-model", tmp_path / "model" / "source"]
+    assert dltta(*arguments, *other)[0] == 0
+    assert not (tmp_path / "other" / "source").exists()
+
+
 def test_tensorboard_log(dltta, small, tmp_path):
     dltta("train", small, "-o", tmp_path / "model", "--tensorboard", tmp_path / "log")
     assert any(path.name.startswith("events") for path in (tmp_path / "log").iterdir())
@@ -84,6 +105,22 @@ def test_tensorboard_log(dltta, small, tmp_path):
         (["train", "-i", "phantom:oct:spectralis:4", "-o", "m", "--with", "tent"], "cannot train 'tent'"),
         (["train", "-i", "phantom:oct:spectralis:4", "-o", "m", "--device", "gpu"], "device 'gpu' cannot be used"),
         (["train", "-i", "phantom:oct:spectralis:4", "-o", "m", "--network", "vnet"], "there is no network 'vnet'"),
+        (["train", "-i", "phantom:oct:spectralis:4", "-o", "m", "--target", "phantom:oct:cirrus:4"], "add --uda"),
+        (["train", "-i", "phantom:oct:spectralis:4", "-o", "m", "--uda-setting", "epochs=2"], "add --uda"),
+        (["train", "-i", "phantom:oct:spectralis:4", "-o", "m", "--uda", "udas"], "say where they are with --target"),
+        (["train", "-i", "phantom:oct:spectralis:4", "-o", "m", "--uda", "udass"], "did you mean 'udas'?"),
+        (
+            ["train", "-i", "phantom:oct:spectralis:4", "-o", "m", "--uda", "udas", "--uda-setting", "epochs:2"],
+            "'epochs:2' is not a setting; write NAME=VALUE",
+        ),
+        (
+            ["train", "-i", "phantom:oct:spectralis:4", "-o", "m", "--uda", "udas", "--uda-setting", "levels=three"],
+            "levels in [uda.udas] must be one of single, multi, got 'three'",
+        ),
+        (
+            ["train", "-i", "phantom:oct:spectralis:4", "-o", "m", "--uda", "udas", *AWAY, "--with", "ttt"],
+            "train a model for each",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_exit_code_2_and_no_file(dltta, tmp_path, monkeypatch, arguments, words):

@@ -1,5 +1,10 @@
+import json
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
+from PIL import Image as Pillow
 
 from dltta import Exponential, Fixed, Proportional
 from dltta.config import (
@@ -9,13 +14,17 @@ from dltta.config import (
     default_architecture,
     default_preprocessing,
     make_rate,
+    make_uda,
     open_dataset,
+    open_target,
     read_toml,
 )
 from dltta.data.transforms import Preprocessing
 from dltta.errors import DataError, SettingError
 from dltta.experiment import Experiment
 from dltta.training import TrainingSettings
+
+CONFIGS = Path(__file__).parent.parent / "configs"
 
 
 def test_a_wrong_key_fails_with_the_right_spelling():
@@ -80,6 +89,29 @@ def test_phantom_sites_by_name():
             open_dataset(bad)
     with pytest.raises(DataError, match="there is no folder"):
         open_dataset("no/such/folder")
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("train/*.toml")), ids=lambda path: path.stem)
+def test_every_training_configuration_can_be_built_and_opens_with_its_command(path):
+    setup = build(TrainConfig, read_toml(path), path.name)
+    build(TrainingSettings, setup.training, "[training]")
+    assert path.read_text().startswith(f"# dltta train configs/train/{path.name}\n")
+    if setup.uda is not None:
+        assert make_uda(setup.uda, setup.uda_settings).name == setup.uda
+
+
+def test_a_target_needs_no_labels(tmp_path):
+    (tmp_path / "imagesTs").mkdir()
+    Pillow.fromarray(np.full((4, 6), 7, np.uint8)).save(tmp_path / "imagesTs" / "a_0000.png")
+    labels = {"background": 0, "blob": 1}
+    description = {"channel_names": {"0": "grey"}, "labels": labels, "file_ending": ".png"}
+    (tmp_path / "dataset.json").write_text(json.dumps(description))
+    with pytest.raises(DataError, match="imagesTr"):
+        open_dataset(str(tmp_path))
+    target = open_target(str(tmp_path))
+    assert (len(target), target[0].label) == (1, None)
+    assert torch.equal(target[0].image, torch.full((1, 4, 6), 7.0))
+    assert len(open_target("phantom:oct:cirrus:3")) == 3
 
 
 def test_an_experiment_names_what_it_does_not_know():

@@ -10,6 +10,7 @@ from dltta.config import AdaptationSettings
 from dltta.errors import DataError, SettingError
 from dltta.evaluation import Results
 from dltta.experiment import Experiment, run_experiment
+from dltta.models.loading import load_checkpoint
 from dltta.training import TrainingSettings
 
 
@@ -155,3 +156,55 @@ def test_matched_runs_at_the_mean_rate_of_the_dynamic_stream(finished, tmp_path)
 def test_a_rate_that_is_none_is_refused(tmp_path, rate):
     with pytest.raises(SettingError, match="rate"):
         small(tmp_path, rates=(rate,))
+
+
+TINY = {"cyclegan": {"epochs": 1, "width": 2, "blocks": 1, "discriminator_width": 2}, "udas": {"epochs": 1, "width": 2}}
+
+
+def test_methods_that_learn_with_the_target_have_a_model_for_each_seed_and_target(tmp_path, monkeypatch):
+    options = {
+        "targets": ("phantom:oct:cirrus:3:1", "phantom:oct:spectralis:2:2"), "methods": ("source", "udas"), "seeds": 2,
+        "in_domain": "none", "uda": TINY,
+    }  # fmt: skip
+    monkeypatch.setattr(dltta.experiment, "write_report", lambda *_, **__: None)
+    results = run_experiment(small(tmp_path, **options))
+    streams = [s for s in results.streams if s.method == "udas"]
+    assert [(s.source, s.target, s.rate, s.seed) for s in streams] == [
+        ("spectralis", target, "none", seed) for seed in (0, 1) for target in ("cirrus", "spectralis")
+    ]
+    models = {path.name for path in (tmp_path / "models").iterdir()}
+    names = {f"udas_phantom-oct-{case}_seed_{seed}" for case in ("cirrus-3-1", "spectralis-2-2") for seed in (0, 1)}
+    assert models == {"seed_0", "seed_1"} | names
+    record = load_checkpoint(tmp_path / "models" / "udas_phantom-oct-cirrus-3-1_seed_1").record
+    assert (record["uda"]["targets"], record["uda"]["target_images"]) == (["cirrus"], 3)
+    assert (
+        "UDAS was trained with labeled source images and all images of the target"
+        in (tmp_path / "table.md").read_text()
+    )
+
+    def train(*_):
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr("dltta.uda.udas.UDAS.train", train)
+    assert run_experiment(small(tmp_path, **options)) == results
+
+
+def test_a_translated_network_runs_in_a_stream(tmp_path, monkeypatch):
+    monkeypatch.setattr(dltta.experiment, "write_report", lambda *_, **__: None)
+    results = run_experiment(small(tmp_path, methods=("source", "cyclegan"), in_domain="none", uda=TINY))
+    source, translated = results.streams
+    assert translated.method == "cyclegan"
+    assert [case.metrics["dice"] for case in source.cases] != [case.metrics["dice"] for case in translated.cases]
+
+
+@pytest.mark.parametrize(
+    ("uda", "words"),
+    [
+        ({"udass": {}}, "no method that learns with target images 'udass'; did you mean 'udas'"),
+        ({"udas": {"epoch": 3}}, r"no key in \[uda.udas\] 'epoch'; did you mean 'epochs'"),
+        ({"cyclegan": {"epochs": 0}}, "epochs of cyclegan must be at least 1"),
+    ],
+)
+def test_settings_of_these_methods_are_checked_before_anything_runs(tmp_path, uda, words):
+    with pytest.raises(SettingError, match=words):
+        small(tmp_path, uda=uda)

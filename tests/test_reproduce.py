@@ -9,7 +9,7 @@ import pytest
 from PIL import Image as Pillow
 
 import dltta.reproduce
-from dltta.config import AdaptationSettings, default_preprocessing, open_dataset
+from dltta.config import METHODS, AdaptationSettings, default_preprocessing, open_dataset
 from dltta.data.oct import CIRRUS_SPACING, LAYERS, SPECTRALIS_SPLIT
 from dltta.data.transforms import Preprocessing
 from dltta.errors import DataError, SettingError
@@ -25,7 +25,16 @@ from dltta.evaluation.published import (
     comparison_markdown,
 )
 from dltta.experiment import Experiment
-from dltta.reproduce import ON_PHANTOMS, REPRODUCTIONS, Setup, base_experiment, chosen, reproduce, runs_of
+from dltta.reproduce import (
+    ON_PHANTOMS,
+    REPRODUCTIONS,
+    WITH_TARGET,
+    Setup,
+    base_experiment,
+    chosen,
+    reproduce,
+    runs_of,
+)
 from dltta.training import TrainingSettings
 from evaluation.small_results import results, stream
 from test_cli import run
@@ -36,7 +45,7 @@ NAMES = list(REPRODUCTIONS)
 def printed(name, row, column, rate=None):
     """A published number by row and column; DLTTA rows by the method they extend."""
     table = Published.load(name)
-    rows = [each for each in table.rows if (each.method or each.name) == row and rate in (None, each.rate)]
+    rows = [each for each in table.rows if each.method == row and rate in (None, each.rate)]
     assert len(rows) == 1
     return rows[0].values[table.columns.index(column)]
 
@@ -47,15 +56,15 @@ def printed(name, row, column, rate=None):
         ("oct", "tent", "fixed", "Average", 81.50, 0.15),
         ("oct", "atta", "dynamic", "RPE", 85.56, 0.03),
         ("oct", "source", "none", "RNFL", 64.61, 0.08),
-        ("oct", "UDA-ST", None, "OPL", 64.40, 0.06),
-        ("oct", "CycleGAN", None, "GCIP", 86.49, 0.10),
-        ("oct", "UDAS", None, "RPE", 83.89, 0.24),
+        ("oct", "uda-st", "none", "OPL", 64.40, 0.06),
+        ("oct", "cyclegan", "none", "GCIP", 86.49, 0.10),
+        ("oct", "udas", "none", "RPE", 83.89, 0.24),
         ("histology", "tent", "fixed", "B Specificity", 88.86, 0.76),
         ("histology", "source", "none", "A Accuracy", 63.15, 2.21),
-        ("histology", "UDA-SwAV", None, "B AUC", 95.24, 2.31),
+        ("histology", "uda-swav", "none", "B AUC", 95.24, 2.31),
         ("histology", "atta", "dynamic", "B F1", 89.73, 1.34),
         ("prostate", "atta", "fixed", "E", 68.06, 2.28),
-        ("prostate", "UDAS", None, "F", 86.58, 1.94),
+        ("prostate", "udas", "none", "F", 86.58, 1.94),
         ("prostate", "ttt", "dynamic", "Average", 76.44, 2.44),
         ("initial-rates", "tent", "dynamic", "4e-3", 82.46, None),
         ("orders", "ttt", "fixed", "Order B", 79.56, None),
@@ -99,7 +108,7 @@ PAPER = Published(
     "A paper", "tab:small", "Dice", ("One", "Both"), ("It says so.",),
     (
         PublishedRow("W/o", "source", "none", (Number(50.0, 0.5), Number(51.25))),
-        PublishedRow("GAN", None, None, (Number(70.0), None)),
+        PublishedRow("GAN", "cyclegan", "none", (Number(70.0), None)),
         PublishedRow("DLTTA", "tent", "dynamic", (Number(60.0, 1.0), Number(61.0, 0.25))),
     ),
 )  # fmt: skip
@@ -127,11 +136,10 @@ def test_markdown_has_ours_beside_the_published_number():
         "**Dice**\n\nAbout.\n\n"
         "| Method | One, ours | One, published | Both, ours | Both, published |\n|:--|--:|--:|--:|--:|\n"
         "| Source (W/o) | 50.00 | 50.00 ± 0.50 | 60.00 | 51.25 |\n"
-        "| GAN | not run | 70.00 | not run | – |\n"
+        "| CycleGAN (GAN) | not run | 70.00 | not run | – |\n"
         "| Tent + dynamic (DLTTA) | 62.00 ± 2.83 | 60.00 ± 1.00 | 70.00 | 61.00 ± 0.25 |\n\n"
         "Published: tab:small in A paper.  \nIt says so.  \nOurs: mean ± sd over source trainings; points.  \n"
         "Ours, images of each target: B 2, C 1.  \n"
-        "not run: methods that are trained with images of the test site; we do not have them yet.  \n"
     )
 
 
@@ -141,16 +149,15 @@ def test_latex_and_csv_have_the_same_numbers():
         "Method & \\multicolumn{2}{c}{One} & \\multicolumn{2}{c}{Both} \\\\\n"
         " & ours & published & ours & published \\\\\n\\midrule\n"
         "Source (W/o) & 50.00 & 50.00 $\\pm$ 0.50 & 60.00 & 51.25 \\\\\n"
-        "GAN & not run & 70.00 & not run & -- \\\\\n"
+        "CycleGAN (GAN) & not run & 70.00 & not run & -- \\\\\n"
         "Tent + dynamic (DLTTA) & 62.00 $\\pm$ 2.83 & 60.00 $\\pm$ 1.00 & 70.00 & 61.00 $\\pm$ 0.25 \\\\\n"
         "\\bottomrule\n\\end{tabular}\n% Published: tab:small in A paper.\n% It says so.\n"
         "% Ours: mean ± sd over source trainings; points.\n% Ours, images of each target: B 2, C 1.\n"
-        "% not run: methods that are trained with images of the test site; we do not have them yet.\n"
     )
     assert comparison_csv(comparison()) == (
         "row,method,rate,column,ours mean,ours sd,published mean,published sd,about\n"
         "Source (W/o),source,none,One,50,,50,0.5,About.\nSource (W/o),source,none,Both,60,,51.25,,About.\n"
-        "GAN,,,One,,,70,,About.\nGAN,,,Both,,,,,About.\n"
+        "CycleGAN (GAN),cyclegan,none,One,,,70,,About.\nCycleGAN (GAN),cyclegan,none,Both,,,,,About.\n"
         "Tent + dynamic (DLTTA),tent,dynamic,One,62,2.82843,60,1,About.\n"
         "Tent + dynamic (DLTTA),tent,dynamic,Both,70,,61,0.25,About.\n"
     )
@@ -181,7 +188,7 @@ def test_every_name_knows_its_experiments_and_a_place_for_each_published_column(
     published = Published.load(REPRODUCTIONS[name].numbers or name)
     assert set(published.columns) == set(runs.places)
     for row in published.rows:
-        for column in published.columns if row.method else ():
+        for column in published.columns:
             experiment = runs.experiments[runs.places[column].run]
             wanted = {(row.method, runs.places[column].rate or row.rate)}
             assert wanted <= {(job.method, job.rate) for job in experiment.jobs()}
@@ -196,7 +203,9 @@ def test_the_papers_settings_on_the_papers_data(tmp_path):
         found = base.adaptation
         assert (found.batch_size, found.batches_kept, found.neighbors, found.alpha) == (batch, kept, neighbors, alpha)
         assert (found.steps, found.mode, found.optimizer, found.distance) == (1, "continual", "sgd", "l2")
-        assert (base.training.epochs, base.training.with_, len(base.methods)) == (100, ("ttt", "atta"), 5)
+        assert (base.training.epochs, base.training.with_, base.uda) == (100, ("ttt", "atta"), {})
+        assert base.methods == (*METHODS, *WITH_TARGET[bed])
+    assert base_experiment("oct", replace(setup, test_time_only=True)).methods == METHODS
     assert base_experiment("oct", setup).source == ("oct:spectralis:train+val@data",)
     assert base_experiment("prostate", setup).training.patch == (80, 80, 80)
     assert [spec.split("@")[0] for spec in base_experiment("histology", setup).targets] == [
@@ -239,8 +248,9 @@ def tiny(bed, setup):
         work=str(setup.folder("work/oct")),
         network_options={"width": 2},
         examples=4,
-        methods=("source", "tent"),
+        methods=("source", "tent", "udas"),
         seeds=setup.seeds,
+        uda={"udas": {"epochs": 1, "width": 2}},
         training=TrainingSettings(epochs=1, batch_size=2, validation=0.25),
         adaptation=AdaptationSettings(batches_kept=2, neighbors=2).for_task("segmentation"),
     )
@@ -276,7 +286,11 @@ def test_a_table_is_made_from_results(work, small_base):
     for place, layer in enumerate(LAYERS):
         assert cells[2 * place] == f"{100 * tent.metrics[f'dice_{layer}']:.2f}"
     assert cells[-2:] == [f"{100 * tent.metrics['dice']:.2f}", "82.63 ± 0.06"]
-    assert "| UDAS | not run | 78.62 ± 0.14 |" in text
+    assert "| UDA-ST | not run | 77.30 ± 0.09 |" in text
+    udas = next(s for s in found.streams if s.method == "udas")
+    assert f"| UDAS | {100 * udas.metrics['dice_RNFL']:.2f} | 78.62 ± 0.14 |" in text
+    assert "UDAS was trained with labeled source images and all images of the target at once" in text
+    assert "UDAS: epochs 1 (usually 50), width 2 (usually 64)." in text
     assert ON_PHANTOMS in (folder / "paper" / "report.html").read_text()
 
 

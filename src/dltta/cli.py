@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -19,12 +20,15 @@ from dltta.config import (
     OPTIMIZERS,
     RATES,
     STATISTICS,
+    UDA,
     AdaptationSettings,
     TrainConfig,
     build,
     default_architecture,
     default_preprocessing,
+    make_uda,
     open_dataset,
+    open_target,
     read_toml,
     require,
 )
@@ -39,6 +43,7 @@ from dltta.evaluation.metrics import DISTANCES
 from dltta.experiment import Experiment, run_experiment, write_tables
 from dltta.files import write_atomically
 from dltta.maintenance import export, list_versions, roll_back, show_version, verify
+from dltta.models.loading import load_checkpoint
 from dltta.models.opened import OpenedModel
 from dltta.models.opening import ModelSource
 from dltta.overview import overview
@@ -48,6 +53,7 @@ from dltta.stream import Stream, StreamSettings, Summary
 from dltta.training import SourceTraining, TrainingSettings
 from dltta.training.fit import Ranks, Row
 from dltta.training.settings import AUXILIARIES
+from dltta.uda import Method, UDATraining
 from dltta.version import __version__
 
 app = typer.Typer(
@@ -148,9 +154,20 @@ def train(
     config: Annotated[Path | None, typer.Argument(help="A TOML file; see configs/train/.")] = None,
     sites: Annotated[
         list[str] | None,
-        typer.Option("-i", "--input", help="Site folder; several may be given. Or phantom:TASK:SITE:N."),
+        typer.Option("-i", "--input", "--source", help="Site folder; several may be given. Or phantom:TASK:SITE:N."),
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Model folder to write.")] = None,
+    uda: Annotated[str | None, typer.Option(help=f"Learn with target images too: {', '.join(UDA)}.")] = None,
+    targets: Annotated[
+        list[str] | None, typer.Option("--target", help="For --uda: site whose images are used, without labels.")
+    ] = None,
+    uda_settings: Annotated[
+        list[str] | None,
+        typer.Option("--uda-setting", help="For --uda: NAME=VALUE, such as epochs=20; see docs/uda.md."),
+    ] = None,
+    source_model: Annotated[
+        Path | None, typer.Option(help="For --uda: model trained on the sources [default: train one]")
+    ] = None,
     epochs: Annotated[int | None, typer.Option(help="[default: 100, the paper's]")] = None,
     with_: Annotated[str | None, typer.Option("--with", help="Train for these methods too: ttt,atta.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="[default: 8]")] = None,
@@ -171,11 +188,14 @@ def train(
 ) -> None:
     """Train a source model on one or more site folders, with what TTT and ATTA need.
 
-    Options given here win over those in CONFIG. Several GPUs: `torchrun --nproc-per-node 2 -m dltta train …`.
+    With --uda it learns from labeled sources and unlabeled targets at once. Options given here win over those in
+    CONFIG. Several GPUs (not with --uda): `torchrun --nproc-per-node 2 -m dltta train …`.
 
     For example:
 
         dltta train -i data/hospital_a -o models/a --epochs 100 --with ttt,atta
+
+        dltta train --uda udas --source data/hospital_a --target data/hospital_b -o models/a_to_b
 
         dltta train configs/train/oct_phantom.toml
     """
@@ -197,11 +217,23 @@ def train(
     architecture = default_architecture(datasets[0], network or setup.network, options)
     preprocessing = default_preprocessing(datasets[0], _sizes(size) or setup.size)
     where = torch.device(_device(device))
+    method = _method(uda or setup.uda, {**setup.uda_settings, **_settings(uda_settings)})
+    away = [open_target(spec) for spec in targets or setup.targets]
+    start = load_checkpoint(source_model) if source_model else None
+    if start is not None:
+        architecture, preprocessing = start.architecture, start.preprocessing
+    if method is None and (away or start):
+        raise SettingError("--target and --source-model are for methods that learn with target images; add --uda")
+    if method is not None and not away:
+        raise SettingError(f"{method.name} learns with target images; say where they are with --target")
+    if method is not None and with_:
+        raise SettingError("--with is for test-time methods, --uda for others; train a model for each")
     with bars() as listener, _tensorboard(tensorboard) as log:
-        training = SourceTraining(
-            datasets, architecture, preprocessing, settings, folder, where, resume, listener.training(0), log
-        )
-        checkpoint = training.run()
+        common = (architecture, preprocessing, settings, folder, where, resume, listener.training(0), log)
+        if method is None:
+            checkpoint = SourceTraining(datasets, *common).run()
+        else:
+            checkpoint = UDATraining(method, datasets, away, *common, start).run()
     if not Ranks.join(where).first:
         return
     record = checkpoint.record
@@ -465,7 +497,9 @@ def bench(
     source: Annotated[list[str] | None, typer.Option(help="Source site; several are trained on together.")] = None,
     target: Annotated[list[str] | None, typer.Option(help="Target site folder; several may be given.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder for models and results.")] = None,
-    methods: Annotated[str | None, typer.Option(help="[default: source,ptbn,ttt,tent,atta]")] = None,
+    methods: Annotated[
+        str | None, typer.Option(help=f"Also {', '.join(UDA)} [default: source,ptbn,ttt,tent,atta]")
+    ] = None,
     rates: Annotated[
         str | None,
         typer.Option(
@@ -536,6 +570,9 @@ def reproduce_(
     seeds: Annotated[int | None, typer.Option(help="Source trainings [default: 3, with --phantom 1]")] = None,
     epochs: Annotated[int | None, typer.Option(help="Of source training [default: 100, the paper's]")] = None,
     weights: Annotated[Path | None, typer.Option(help="torchvision densenet121 state dict, for histology.")] = None,
+    test_time_only: Annotated[
+        bool, typer.Option("--test-time-only", help="Leave out methods that learn with target images.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Another seed draws other weights and, with --phantom, images.")] = 0,
     processes: Annotated[int | None, typer.Option("-j", help="Streams run at once [default: 2 on a CPU]")] = None,
     device: Device = "cpu",
@@ -569,6 +606,7 @@ def reproduce_(
         seed=seed,
         epochs=epochs,
         weights=weights,
+        test_time_only=test_time_only,
     )
     for each in names:
         check(each, setup)
@@ -708,6 +746,26 @@ def _device(name: str) -> str:
     except (RuntimeError, AssertionError) as error:
         raise SettingError(f"device {name!r} cannot be used: {_one_line(error)}") from error
     return name
+
+
+def _method(name: str | None, settings: dict[str, Any]) -> Method | None:
+    if name is None and settings:
+        raise SettingError("--uda-setting is for methods that learn with target images; add --uda")
+    return None if name is None else make_uda(name, settings)
+
+
+def _settings(given: list[str] | None) -> dict[str, Any]:
+    """NAME=VALUE with values as in TOML; a word that is none, such as single, is a string."""
+    settings: dict[str, Any] = {}
+    for text in given or []:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise SettingError(f"{text!r} is not a setting; write NAME=VALUE, such as epochs=20")
+        try:
+            settings[name.strip()] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            settings[name.strip()] = value
+    return settings
 
 
 def _names(text: str | None) -> tuple[str, ...] | None:

@@ -29,9 +29,20 @@ from dltta.models.opened import OpenedModel
 from dltta.models.statistics import Blended, Running, Shrunken
 from dltta.objectives import ATTA, PTBN, TTT, Objective, Preparation, Source, Tent
 from dltta.rates import Exponential, Fixed, LearningRate, Proportional, Relative
+from dltta.uda import Method
+from dltta.uda.cyclegan import CycleGAN
+from dltta.uda.style import StyleTransfer
+from dltta.uda.swav import SwAV
+from dltta.uda.udas import UDAS
 
 METHODS = ("source", "ptbn", "ttt", "tent", "atta")
-WITHOUT_RATE = ("source", "ptbn")
+UDA: dict[str, type[Method]] = {  # these learn with the target's images
+    "uda-st": StyleTransfer,
+    "cyclegan": CycleGAN,
+    "udas": UDAS,
+    "uda-swav": SwAV,
+}
+WITHOUT_RATE = ("source", "ptbn", *UDA)
 RATES = ("fixed", "dynamic", "exponential", "relative")
 RECOMMENDED = "recommended"  # as a rate: relative, with shrunken statistics and guard; what `dltta adapt` does
 MATCHED = "matched"  # as a rate in a comparison: fixed at the mean rate of the dynamic stream
@@ -71,7 +82,7 @@ class AdaptationSettings:
         """The settings that decide a stream's outcome: only the batch without a loss, no memory with a fixed rate."""
         memory = {"batches_kept", "neighbors", "ready", "distance", "pool"}
         ignored = memory if rate.partition(":")[0] == "fixed" else set()
-        alone = {"source": ["batch_size"], "ptbn": ["batch_size", "statistics"]}
+        alone = {name: ["batch_size"] for name in WITHOUT_RATE} | {"ptbn": ["batch_size", "statistics"]}
         names = alone[method] if method in alone else [entry.name for entry in fields(self)]
         return {name: getattr(self, name) for name in names if name not in ignored}
 
@@ -96,9 +107,12 @@ PAPER: dict[Task, AdaptationSettings] = {
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A training as a TOML file: `dltta train CONFIG`."""
+    """A training as a TOML file: `dltta train CONFIG`. `uda` with `targets` and `uda_settings` learns with both."""
 
     sites: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
+    uda: str | None = None
+    uda_settings: Mapping[str, Any] = field(default_factory=dict)
     output: str | None = None
     network: str | None = None
     network_options: Mapping[str, Any] = field(default_factory=dict)
@@ -126,7 +140,9 @@ def make_objective(
     method: str, checkpoint: Checkpoint | OpenedModel, statistics: Statistics = BATCH_STATISTICS
 ) -> Objective | Preparation:
     """The method of that name for this network; says how to train what it lacks."""
-    require("method", method, METHODS)
+    require("method", method, (*METHODS, *UDA))
+    if method in UDA:
+        return Source()  # all adaptation was in training
     if method == "ttt":
         part = checkpoint.rotation
         if part is None:
@@ -143,6 +159,12 @@ def make_objective(
         "tent": Tent(statistics),
     }
     return plain[method]
+
+
+def make_uda(name: str, settings: Mapping[str, Any] = {}) -> Method:
+    """The method of that name, with these of its settings and its defaults for the others."""
+    require("method that learns with target images", name, UDA)
+    return build(UDA[name], settings, f"[uda.{name}]")
 
 
 def make_rate(rate: str, alpha: float, calibration: Calibration | None = None) -> LearningRate:
@@ -176,7 +198,7 @@ def make_adapter(checkpoint: Checkpoint | OpenedModel, method: str, rate: str, s
         rule_name = "relative"
     settings = settings.for_task(checkpoint.task)
     calibration = checkpoint.calibration
-    adapting = method != "source"
+    adapting = method not in ("source", *UDA)
     statistics = settings.statistics if adapting else "batch"
     objective = make_objective(method, checkpoint, make_statistics(statistics, calibration, settings.batch_size or 1))
     guard = make_guard(calibration) if settings.guard and adapting else None
@@ -217,6 +239,13 @@ def open_dataset(spec: str) -> Dataset:
     if not Path(folder).is_dir():
         raise DataError(f"there is no folder {folder}; give a site folder, or phantom:TASK:SITE:COUNT[:SEED]")
     return open_site(folder, slices=name == "slices")
+
+
+def open_target(spec: str) -> Dataset:
+    """A site whose labels are not needed: as `open_dataset`, or the test cases of a folder that has no others."""
+    folder = Path(spec)
+    only_tests = (folder / "imagesTs").is_dir() and not any((folder / name).is_dir() for name in ("imagesTr", "images"))
+    return open_site(folder, split="test") if only_tests else open_dataset(spec)
 
 
 def _open_phantom(spec: str) -> Dataset:

@@ -1,7 +1,7 @@
 """Source training and every stream of an experiment, resumable: what `dltta bench` and `dltta demo` run.
 
 OUT/
-  models/seed_0/…         one source model per seed
+  models/seed_0/…         one source model per seed; METHOD_TARGET_seed_0 for methods that learn with target images
   streams/KEY.json        one finished stream each; never run twice
   examples/KEY.npz        answers for the cases that the report shows
   results.json            everything, from which tables and report are made
@@ -26,11 +26,13 @@ from dltta.config import (
     MATCHED,
     METHODS,
     RECOMMENDED,
+    UDA,
     WITHOUT_RATE,
     AdaptationSettings,
     default_architecture,
     default_preprocessing,
     make_adapter,
+    make_uda,
     open_dataset,
     require,
     split_rate,
@@ -55,10 +57,11 @@ from dltta.evaluation import (
     write_report,
 )
 from dltta.files import write_atomically
-from dltta.models.loading import Checkpoint, load_checkpoint
+from dltta.models.loading import Checkpoint, load_checkpoint, weights_checksum
 from dltta.training import SourceTraining, TrainingSettings
 from dltta.training.examples import gather, split_by_group
 from dltta.training.fit import Report
+from dltta.uda import UDATraining
 from dltta.version import __version__
 from dltta.windows import SlidingWindows
 
@@ -90,10 +93,13 @@ class Experiment:
     examples: int = 3
     training: TrainingSettings = field(default_factory=TrainingSettings)
     adaptation: AdaptationSettings = field(default_factory=AdaptationSettings)
+    uda: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # settings of methods that learn with targets
 
     def __post_init__(self) -> None:
         for method in self.methods:
-            require("method", method, METHODS)
+            require("method", method, (*METHODS, *UDA))
+        for method, settings in self.uda.items():
+            make_uda(method, settings)
         for rate in self.rates:
             split_rate(rate)
         if not self.source or not self.targets:
@@ -136,7 +142,7 @@ class Experiment:
     def _rates(self, method: str) -> tuple[str, ...]:
         """Those of a method; without a loss there is none, but statistics may differ. Dynamic comes before matched."""
         if method in WITHOUT_RATE:
-            recommended = method != "source" and RECOMMENDED in self.rates
+            recommended = method == "ptbn" and RECOMMENDED in self.rates
             return ("none", RECOMMENDED) if recommended else ("none",)
         return tuple(sorted(self.rates, key=lambda rate: rate == MATCHED))
 
@@ -151,13 +157,19 @@ class Job:
     seed: int
     order: int
 
+    @property
+    def model(self) -> str:
+        """The name of the model that is run; methods that learn with target images have one for each target."""
+        seed = f"seed_{self.seed}"
+        return f"{self.method}_{_file_name(self.target)}_{seed}" if self.method in UDA else seed
+
 
 @dataclass(frozen=True)
 class Bench:
     """An experiment with its models trained and its data read once: what decides the outcome of every stream."""
 
     experiment: Experiment
-    models: Mapping[int, str]  # seed: checksum of the weights
+    models: Mapping[str, str]  # by name: checksum of the weights
     data: Mapping[tuple[str, int], str]  # target and seed: checksum of the images as the network takes them
 
     def key(self, job: Job) -> str:
@@ -166,13 +178,12 @@ class Bench:
             asdict(job),
             self.experiment.adaptation.deciding(job.method, job.rate),
             self.experiment.training.seed,
-            self.models[job.seed],
+            self.models[job.model],
             self.data[job.target, job.seed],
             __version__,
         ]
         digest = sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:12]
-        name = Path(job.target).name.replace(":", "-")
-        return f"{name}_{job.method}_{job.rate}_seed{job.seed}_order{job.order}_{digest}"
+        return f"{_file_name(job.target)}_{job.method}_{job.rate}_seed{job.seed}_order{job.order}_{digest}"
 
     def stream_file(self, job: Job) -> Path:
         return self.experiment.work_folder / "streams" / f"{self.key(job)}.json"
@@ -226,7 +237,11 @@ def prepare(
     listener = listener or Listener()
     _check_sites(experiment)
     models = {seed: train_source(experiment, seed, device, listener.training(seed)) for seed in range(experiment.seeds)}
-    weights = {seed: _weights(model) for seed, model in models.items()}
+    weights = {f"seed_{seed}": _weights(model) for seed, model in models.items()}
+    for job in experiment.jobs():
+        if job.model not in weights:
+            report = listener.training(job.seed)
+            weights[job.model] = _weights(train_uda(experiment, job, models[job.seed], device, report))
     return Bench(experiment, weights, _data(experiment, models)), models
 
 
@@ -238,10 +253,29 @@ def train_source(experiment: Experiment, seed: int, device: str, report: Report)
         default_architecture(sites[0], experiment.network, experiment.network_options),
         default_preprocessing(sites[0], experiment.size),
         replace(experiment.training, seed=experiment.training.seed + seed),
-        _model_folder(experiment, seed),
+        _model_folder(experiment, f"seed_{seed}"),
         torch.device(device),
         resume=True,
         report=report,
+    )
+    return training.run()
+
+
+def train_uda(experiment: Experiment, job: Job, source: Checkpoint, device: str, report: Report) -> Checkpoint:
+    """The model that learned with all unlabeled images of the job's target, trained or continued or found."""
+    sites = [experiment.open(spec) for spec in experiment.source]
+    training = UDATraining(
+        make_uda(job.method, experiment.uda.get(job.method, {})),
+        sites,
+        [experiment.open(job.target)],
+        default_architecture(sites[0], experiment.network, experiment.network_options),
+        source.preprocessing,
+        replace(experiment.training, seed=experiment.training.seed + job.seed),
+        _model_folder(experiment, job.model),
+        torch.device(device),
+        resume=True,
+        report=report,
+        source_model=source,
     )
     return training.run()
 
@@ -275,7 +309,7 @@ def _dynamic_mean(bench: Bench, job: Job, device: str) -> float:
 
 def open_stream(experiment: Experiment, job: Job, device: str) -> tuple[Checkpoint, Dataset, list[int]]:
     """The trained model, the images as it takes them, and the order in which they come."""
-    checkpoint = load_checkpoint(_model_folder(experiment, job.seed))
+    checkpoint = load_checkpoint(_model_folder(experiment, job.model))
     checkpoint.model.to(device)
     dataset = _dataset(experiment, job.target, job.seed, checkpoint)
     order = np.random.default_rng([experiment.training.seed, job.order]).permutation(len(dataset)).tolist()
@@ -385,14 +419,10 @@ def _data(experiment: Experiment, models: Mapping[int, Checkpoint]) -> dict[tupl
 
 def _weights(checkpoint: Checkpoint) -> str:
     """Checksum of the network and its auxiliary parts."""
-    digest = sha256()
     parts = [checkpoint.model]
     parts += [checkpoint.rotation.head] if checkpoint.rotation else []
     parts += [checkpoint.reconstructions.autoencoders] if checkpoint.reconstructions else []
-    for part in parts:
-        for name, tensor in part.state_dict().items():
-            digest.update(name.encode() + tensor.cpu().numpy().tobytes())
-    return digest.hexdigest()
+    return weights_checksum(*parts)
 
 
 def _check_sites(experiment: Experiment) -> None:
@@ -424,8 +454,12 @@ def _shown(count: int, wanted: int) -> list[int]:
     return sorted({round(i) for i in np.linspace(0, count - 1, min(wanted, count))})
 
 
-def _model_folder(experiment: Experiment, seed: int) -> Path:
-    return experiment.work_folder / "models" / f"seed_{seed}"
+def _model_folder(experiment: Experiment, model: str) -> Path:
+    return experiment.work_folder / "models" / model
+
+
+def _file_name(target: str) -> str:
+    return Path(target).name.replace(":", "-")
 
 
 def _save_answers(path: Path, kept: Keep) -> None:

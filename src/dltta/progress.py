@@ -37,11 +37,14 @@ class Bars(Listener):
 
     def training(self, seed: int) -> Report:
         bars: dict[str, TaskID] = {}
-        names = {"task": "train source model", "atta": "train auto-encoders"}
+        names = {
+            "task": "train source model", "atta": "train auto-encoders", "style": "restyle source images",
+            "cyclegan": "train translation", "udas": "align outputs", "swav": "learn clusters of both sites",
+        }  # fmt: skip
 
         def report(plan: Plan, epoch: int, batch: int, batches: int, loss: float) -> None:
             if plan.stage not in bars:
-                name = f"{names[plan.stage]}{f' (seed {seed})' if seed else ''}"
+                name = f"{names.get(plan.stage, plan.stage)}{f' (seed {seed})' if seed else ''}"
                 bars[plan.stage] = self.progress.add_task(name, total=plan.epochs * batches)
             self.progress.update(
                 bars[plan.stage], completed=(epoch - 1) * batches + batch, note=f"epoch {epoch} loss {loss:.3f}"

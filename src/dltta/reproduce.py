@@ -18,7 +18,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from dltta.config import PAPER, AdaptationSettings, make_adapter, open_dataset, require
+from dltta.config import METHODS, PAPER, AdaptationSettings, make_adapter, make_uda, open_dataset, require
 from dltta.data.case import Task
 from dltta.data.check import check_published
 from dltta.data.oct import LAYERS
@@ -72,6 +72,28 @@ ORDERS = 5
 ITERATIONS = 10  # of image-specific adaptation
 ADAPTED = ("ttt", "tent", "atta")
 
+WITH_TARGET: dict[Bed, tuple[str, ...]] = {  # rows of methods that learn with the images of the test site
+    "oct": ("uda-st", "cyclegan", "udas"),
+    "histology": ("uda-swav",),
+    "prostate": ("udas",),
+}
+REDUCED: dict[Bed, dict[str, dict[str, object]]] = {  # on phantoms: a minute or two on two cores
+    "oct": {
+        "uda-st": {"iterations": 10, "start": "source", "epochs": 3},
+        "cyclegan": {
+            "epochs": 8, "learning_rate": 1e-3, "width": 16, "blocks": 3, "discriminator_width": 16, "crop": (64, 64),
+        },
+        "udas": {"epochs": 4, "discriminator_rate": 1e-3, "width": 16},
+    },
+    "histology": {
+        "uda-swav": {
+            "epochs": 4, "batch_size": 32, "optimizer": "sgd", "learning_rate": 0.05, "prototypes": 10, "hidden": 128,
+            "small_views": 2,
+        },
+    },
+    "prostate": {"udas": {"epochs": 3, "discriminator_rate": 1e-3, "width": 8}},
+}  # fmt: skip
+
 PROSTATE_TARGETS = tuple(site for letter, site in SITES.items() if letter != "A")
 
 ON_PHANTOMS = "Synthetic scanners, reduced size; not comparable with the published column."
@@ -89,6 +111,7 @@ class Setup:
     seed: int = 0
     epochs: int | None = None  # None: the paper's 100, the demo's on phantoms
     weights: Path | None = None  # ImageNet weights of the histology network
+    test_time_only: bool = False  # leave out the rows of methods that learn with target images
 
     @property
     def about(self) -> str:
@@ -122,6 +145,8 @@ def base_experiment(bed: Bed, setup: Setup) -> Experiment:
     return replace(
         base,
         work=str(setup.folder(f"work/{bed}{_other_than_usual(setup)}")),
+        methods=METHODS if setup.test_time_only else (*METHODS, *WITH_TARGET[bed]),
+        uda=REDUCED[bed] if setup.data is None else {},
         seeds=setup.seeds,
         examples=EXAMPLES,
         training=training,
@@ -350,7 +375,7 @@ def _moves(curve: Curve) -> tuple[float, ...]:
 
 def _draw_retrieval(drawing: "Drawing") -> tuple[Files, Comparison]:
     table = compare(drawing.published, drawing.runs.places, drawing.results, drawing.setup.about)
-    values = {row.method or "": [cell.ours.mean for cell in row.cells if cell.ours] for row in table.rows}
+    values = {row.method: [cell.ours.mean for cell in row.cells if cell.ours] for row in table.rows}
     lines = {METHOD_NAMES[method]: (found[0], found[1:]) for method, found in values.items() if found}
     return {"figure.png": retrieval_figure(SIZES, lines, drawing.setup.about)}, table
 
@@ -455,7 +480,10 @@ def chosen(name: str) -> list[str]:
 def runs_of(name: str, setup: Setup) -> Runs:
     """The experiments of one name, each with its own folder for results and the task's folder for work."""
     reproduction = REPRODUCTIONS[name]
-    runs = reproduction.runs(base_experiment(reproduction.bed, setup), setup)
+    base = base_experiment(reproduction.bed, setup)
+    if name not in TASKS:  # the paper's comparison of all methods
+        base = replace(base, methods=tuple(method for method in base.methods if method in METHODS), uda={})
+    runs = reproduction.runs(base, setup)
     experiments = {
         run: replace(experiment, output=str(setup.folder(name) / run)) for run, experiment in runs.experiments.items()
     }
@@ -486,9 +514,21 @@ def reproduce(
     if reproduction.draw is None:
         files: Files = {}
         table = compare(published, runs.places, results, setup.about)
+        table = replace(table, notes=(*table.notes, *_reductions(runs)))
     else:
         files, table = reproduction.draw(Drawing(published, runs, results, setup, device))
     return _write(setup.folder(name), table, files)
+
+
+def _reductions(runs: Runs) -> list[str]:
+    """What methods that learn with target images were given instead of their defaults; a line for each."""
+    settings = {method: given for run in runs.experiments.values() for method, given in run.uda.items()}
+    lines = []
+    for method, given in settings.items():
+        usual = asdict(make_uda(method))
+        changed = ", ".join(f"{name} {value} (usually {usual[name]})" for name, value in given.items())
+        lines.append(f"{METHOD_NAMES[method]}: {changed}.")
+    return lines
 
 
 def _write(folder: Path, table: Comparison, files: Files) -> list[Path]:

@@ -23,7 +23,7 @@ from dltta.evaluation.tables import NAMES, PLAIN_RATES, Pair, gains, method_labe
 
 # Placeholder colors and the CSS variables that replace them.
 INK, MUTED, RULE, PAPER, BAD = "#010101", "#020202", "#030303", "#040404", "#050505"
-SERIES = [f"#0601{number:02x}" for number in range(7)]
+SERIES = [f"#0601{number:02x}" for number in range(10)]
 VARIABLES = {INK: "ink", MUTED: "muted", RULE: "rule", PAPER: "paper", BAD: "bad"} | {
     color: f"series-{number}" for number, color in enumerate(SERIES)
 }

@@ -15,7 +15,7 @@ from importlib.resources import files
 from dltta.evaluation.formats import LATEX_SPECIAL
 from dltta.evaluation.metrics import mean_defined
 from dltta.evaluation.results import Results, Stream
-from dltta.evaluation.tables import method_label
+from dltta.evaluation.tables import method_label, target_note
 
 NOT_RUN = "not run"
 NOT_PRINTED = "–"
@@ -35,11 +35,11 @@ class Number:
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """One method as printed; `method` and `rate` are ours, None for a method that we do not have."""
+    """One method as printed; `method` and `rate` are ours."""
 
     name: str
-    method: str | None
-    rate: str | None
+    method: str
+    rate: str
     values: tuple[Number | None, ...]  # None: not printed
 
 
@@ -92,11 +92,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One method; `method` and `rate` are None where we have no such method."""
+    """One method."""
 
     label: str
-    method: str | None
-    rate: str | None
+    method: str
+    rate: str
     cells: tuple[Cell, ...]
 
 
@@ -127,8 +127,8 @@ def compare(
         cells = tuple(Cell(mine, theirs) for mine, theirs in zip(ours, row.values, strict=True))
         rows.append(ComparisonRow(_label(row), row.method, row.rate, cells))
     notes = [*_notes(published), _spread_note(rows), *_count_notes(results, places)]
-    if any(row.method is None for row in rows):
-        notes.append(f"{NOT_RUN}: methods that are trained with images of the test site; we do not have them yet.")
+    if (seeing := target_note(row.method for row in rows if any(cell.ours for cell in row.cells))) is not None:
+        notes.append(seeing)
     return Comparison(published.caption, about, published.columns, tuple(rows), tuple(notes))
 
 
@@ -168,14 +168,14 @@ def comparison_csv(table: Comparison) -> str:
     for row in table.rows:
         for column, cell in zip(table.columns, row.cells, strict=True):
             numbers = [_plain(part) for number in (cell.ours, cell.published) for part in _parts(number)]
-            writer.writerow([row.label, row.method or "", row.rate or "", column, *numbers, table.about])
+            writer.writerow([row.label, row.method, row.rate, column, *numbers, table.about])
     return out.getvalue()
 
 
 # ---- our numbers
 
 
-def _measured(results: Mapping[str, Results], method: str | None, rate: str | None, place: Place) -> Number | None:
+def _measured(results: Mapping[str, Results], method: str, rate: str, place: Place) -> Number | None:
     """Mean and sd over streams (seeds x orders), in points; None where nothing was run at one of the targets."""
     wanted = (method, place.rate or rate)
     streams = [s for s in results[place.run].streams if (s.method, s.rate) == wanted and _is_at(s, place)]
@@ -198,8 +198,6 @@ def _is_at(stream: Stream, place: Place) -> bool:
 
 def _label(row: PublishedRow) -> str:
     """Our name of the method, with the paper's where it differs."""
-    if row.method is None or row.rate is None:
-        return row.name
     label = method_label(row.method, row.rate)
     return label if label == row.name else f"{label} ({row.name})"
 

@@ -4,7 +4,7 @@ Values are shown in points (x 100), distances in their unit. The same results gi
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,7 +21,18 @@ from dltta.evaluation.results import SOURCE, Results, case_means, summarize
 
 SIGNIFICANT = 0.05
 PLAIN_RATES = ("none", "fixed")  # a method with one of these goes by its name alone
-NAMES = {"source": "Source", "ptbn": "PTBN", "tent": "Tent", "ttt": "TTT", "atta": "ATTA"}
+NAMES = {
+    "source": "Source",
+    "ptbn": "PTBN",
+    "tent": "Tent",
+    "ttt": "TTT",
+    "atta": "ATTA",
+    "uda-st": "UDA-ST",
+    "cyclegan": "CycleGAN",
+    "udas": "UDAS",
+    "uda-swav": "UDA-SwAV",
+}
+SEE_TARGET = ("uda-st", "cyclegan", "udas", "uda-swav")  # trained with the images that they are tested on
 TITLES = {"dice": "Dice", "hd95": "HD95", "asd": "ASD", "auc": "AUC", "f1": "F1"}
 
 Pair = tuple[str, str]  # source, target
@@ -276,7 +287,22 @@ def _notes(results: Results, rows: Sequence[Row], columns: Sequence[Column]) -> 
         notes.append(_significance_note(results, cells))
     if any(column.metric in DISTANCES for column in columns):
         notes.extend(_undefined_notes(results, columns))
+    if (seeing := target_note(row.method for row in rows)) is not None:
+        notes.append(seeing)
     return tuple(notes)
+
+
+def target_note(names: Iterable[str]) -> str | None:
+    """What a reader must know about methods that learned with the target's images; None when there are none."""
+    found = set(names)
+    seeing = [NAMES[name] for name in SEE_TARGET if name in found]
+    if not seeing:
+        return None
+    verb = "was" if len(seeing) == 1 else "were"
+    return (
+        f"{', '.join(seeing)} {verb} trained with labeled source images and all images of the target at once, without "
+        "its labels; the other methods see one target image after another and no source image."
+    )
 
 
 def _spread_note(results: Results, columns: Sequence[Column]) -> str:

@@ -11,13 +11,46 @@ from torch import nn
 
 from dltta.errors import SettingError
 from dltta.models.densenet import densenet
+from dltta.models.style import ENCODER_LAYERS, VGG_LAYERS, Restyled, Restyling
+from dltta.models.translation import Generator, Translated
 from dltta.models.unet import unet
+from dltta.models.vgg import vgg19
 
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "unet": unet,
     "densenet121": densenet,
     "densenet_small": partial(densenet, blocks=(2, 2, 2, 2), growth=16, width=32),  # the same family, for two cores
 }
+
+
+def translated(
+    spatial_dims: int, in_channels: int, classes: int, *, network: dict[str, Any], generator: dict[str, Any]
+) -> nn.Module:
+    """A generator in front of a network; `network` has its `name` and `options`, `generator` its arguments."""
+    inner = Architecture(network["name"], spatial_dims, in_channels, classes, network["options"])
+    return Translated(
+        Generator(in_channels, **generator), inner.build(), torch.zeros(in_channels), torch.ones(in_channels)
+    )
+
+
+def restyled(
+    spatial_dims: int,
+    in_channels: int,
+    classes: int,
+    *,
+    network: dict[str, Any],
+    vgg: bool,
+    restyling: dict[str, Any],
+    channels: list[int],
+) -> nn.Module:
+    """A network that restyles its images; `network` has its `name` and `options`, `channels` are the style layers'."""
+    inner = Architecture(network["name"], spatial_dims, in_channels, classes, network["options"])
+    layers = VGG_LAYERS if vgg else ENCODER_LAYERS[network["name"]]
+    return Restyled(inner.build(), vgg19() if vgg else None, Restyling(**restyling), layers, channels)
+
+
+BUILDERS["translated"] = translated
+BUILDERS["restyled"] = restyled
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
-"""2 networks. Running a network only as far as one layer, and knowing which parameters that part has."""
+"""2 networks. Running a network only as far as some layer, and knowing which parameters that part has."""
 
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -15,22 +16,33 @@ class _ReachedError(Exception):
 
 def encode(model: nn.Module, layer: str, x: Tensor) -> Tensor:
     """What the layer gives for x; nothing behind it is computed."""
-    reached: list[Any] = []
+    return encode_levels(model, (layer,), x)[layer]
 
-    def stop(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        reached.append(output)
-        raise _ReachedError
 
-    handle = find_layer(model, layer).register_forward_hook(stop)
+def encode_levels(model: nn.Module, layers: Collection[str], x: Tensor) -> dict[str, Tensor]:
+    """What each layer gives for x; nothing behind the last of them is computed."""
+    reached: dict[str, Any] = {}
+
+    def record(layer: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            reached[layer] = output
+            if len(reached) == len(layers):
+                raise _ReachedError
+
+        return hook
+
+    handles = [find_layer(model, layer).register_forward_hook(record(layer)) for layer in layers]
     try:
         model(x)
     except _ReachedError:
         pass
     finally:
-        handle.remove()
-    if not reached or not isinstance(reached[0], Tensor):
-        raise SettingError(f"layer {layer!r} gives no tensor in a forward pass; choose another")
-    return reached[0]
+        for handle in handles:
+            handle.remove()
+    for layer in layers:
+        if not isinstance(reached.get(layer), Tensor):
+            raise SettingError(f"layer {layer!r} gives no tensor in a forward pass; choose another")
+    return reached
 
 
 def shared_parameters(model: nn.Module, layer: str, x: Tensor) -> list[str]:

@@ -36,8 +36,12 @@ class Examples(TorchDataset[Pair]):
         self.augment.set_random_state(int(np.random.SeedSequence([self.seed, self.epoch, index]).generate_state(1)[0]))
         dense = label.ndim > 0
         drawn = self.augment({"image": image, "label": label[None]} if dense else {"image": image})
-        image = torch.as_tensor(drawn["image"])
-        return image, torch.as_tensor(drawn["label"])[0] if dense else label
+        return without_history(drawn["image"]), without_history(drawn["label"])[0] if dense else label
+
+
+def without_history(image: Tensor) -> Tensor:
+    """A plain tensor: MONAI's remember what was done to them, which slows every operation and cannot be saved."""
+    return torch.as_tensor(image).as_subclass(Tensor)
 
 
 def read_pairs(cases: Sequence[Case], preprocessing: Preprocessing) -> list[Pair]:

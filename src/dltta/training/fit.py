@@ -1,17 +1,17 @@
-"""Source side. One loop for every kind of source training: epochs, resume, several processes.
+"""Source side. One loop for every kind of training: epochs, resume, several processes.
 
-What is trained is a module whose call on (images, labels, random generator) gives a dictionary of losses; their sum is
-minimized with Adam. The loop knows nothing else about it.
+`learn` repeats a learner's steps and knows nothing else about it. `fit` is `learn` for the usual case: a module whose
+call on (images, labels, random generator) gives a dictionary of losses, whose sum is minimized with Adam.
 """
 
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ from dltta.errors import SettingError, StateError
 from dltta.files import write_atomically
 from dltta.training.examples import Examples
 
+Batch = Sequence[Tensor]
+Losses = dict[str, float]
 Row = dict[str, Any]  # one epoch of the history: stage, epoch, mean losses, scores
 
 
@@ -80,22 +82,20 @@ class Journal:
         """The stage that was interrupted, None at the start."""
         return None if self._saved is None else str(self._saved["stage"])
 
-    def restore(self, stage: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    def restore(self, stage: str, learner: "Learner") -> int:
         """Put the saved state back if it is of this stage; how many epochs of it are done."""
         if self._saved is None or self._saved["stage"] != stage:
             return 0
-        module.load_state_dict(self._saved["module"])
-        optimizer.load_state_dict(self._saved["optimizer"])
+        learner.load_state_dict(self._saved["learner"])
         return int(self._saved["epoch"])
 
-    def write(self, stage: str, epoch: int, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def write(self, stage: str, epoch: int, learner: "Learner") -> None:
         state = {
             "fingerprint": self.fingerprint,
             "stage": stage,
             "epoch": epoch,
             "history": self.history,
-            "module": module.state_dict(),
-            "optimizer": optimizer.state_dict(),
+            "learner": learner.state_dict(),
         }
         buffer = io.BytesIO()
         torch.save(state, buffer)
@@ -117,8 +117,59 @@ class Journal:
         return saved
 
 
+class Learner(Protocol):
+    """What one stage trains. Its state is all that a resumed training needs besides seed and epoch."""
+
+    def train(self) -> object:
+        """Before each epoch: layers that behave differently in training do so now."""
+        ...
+
+    def step(self, batch: Batch, generator: torch.Generator, progress: float, /) -> Losses:
+        """Learn from one batch; `progress` is the share of the stage that is done, from 0 to below 1."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> object: ...
+
+
+class Repeatable(Sized, Protocol):
+    """Examples whose random numbers are chosen by the epoch."""
+
+    epoch: int
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
 Report = Callable[[Plan, int, int, int, float], None]  # plan, epoch, batch, batches, running loss
 Finish = Callable[[int, Row], None]  # after each epoch: may add to the row and save
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """Minimizes the sum of a module's losses; `wrapped` is the module as several processes share it."""
+
+    module: nn.Module
+    wrapped: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def train(self) -> None:
+        self.module.train()
+
+    def step(self, batch: Batch, generator: torch.Generator, progress: float, /) -> Losses:
+        images, labels = batch
+        losses: dict[str, Tensor] = self.wrapped(images, labels, generator)
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.stack(list(losses.values())).sum().backward()
+        self.optimizer.step()
+        return {name: loss.item() for name, loss in losses.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        self.module.load_state_dict(state["module"])
+        self.optimizer.load_state_dict(state["optimizer"])
 
 
 def fit(
@@ -133,51 +184,64 @@ def fit(
     finish: Finish,
 ) -> None:
     """Train the module's parameters that require gradients; continues where the journal stands."""
+    optimizer = torch.optim.Adam([p for p in module.parameters() if p.requires_grad], lr=plan.learning_rate)
+    wrapped = DistributedDataParallel(module, find_unused_parameters=True) if ranks.world > 1 else module
+    learner = Supervised(module, wrapped, optimizer)
+    learn(learner, examples, plan, journal, device=device, ranks=ranks, report=report, finish=finish)
+
+
+def learn(
+    learner: Learner,
+    examples: Repeatable,
+    plan: Plan,
+    journal: Journal,
+    *,
+    device: torch.device,
+    ranks: Ranks,
+    report: Report,
+    finish: Finish,
+) -> None:
+    """One stage of training; continues where the journal stands."""
     if plan.batch_size % ranks.world:
         raise SettingError(f"batch_size {plan.batch_size} cannot be shared by {ranks.world} processes evenly")
-    optimizer = torch.optim.Adam([p for p in module.parameters() if p.requires_grad], lr=plan.learning_rate)
-    done = journal.restore(plan.stage, module, optimizer)
-    wrapped = DistributedDataParallel(module, find_unused_parameters=True) if ranks.world > 1 else module
+    done = journal.restore(plan.stage, learner)
     for epoch in range(done + 1, plan.epochs + 1):
         examples.epoch = epoch
         generator = torch.Generator().manual_seed(_seed(plan.seed, epoch, ranks.rank))
         loader = _loader(examples, plan, epoch, ranks)
         torch.manual_seed(_seed(plan.seed, epoch, ranks.rank))  # dropout
-        module.train()
+        learner.train()
         row: Row = {"stage": plan.stage, "epoch": epoch}
-        row.update(_epoch(wrapped, loader, optimizer, generator, device, partial(report, plan, epoch)))
+        row.update(_epoch(learner, loader, plan, epoch, generator, device, partial(report, plan, epoch)))
         if ranks.first:
             finish(epoch, row)
             journal.history.append(row)
-            journal.write(plan.stage, epoch, module, optimizer)
+            journal.write(plan.stage, epoch, learner)
         ranks.wait()
 
 
 def _epoch(
-    module: nn.Module,
-    loader: DataLoader[tuple[Tensor, Tensor]],
-    optimizer: torch.optim.Optimizer,
+    learner: Learner,
+    loader: DataLoader[Batch],
+    plan: Plan,
+    epoch: int,
     generator: torch.Generator,
     device: torch.device,
     report: Callable[[int, int, float], None],
-) -> dict[str, float]:
+) -> Losses:
     """One pass over the examples; the mean of each loss."""
-    sums: dict[str, float] = {}
-    for number, (images, labels) in enumerate(loader, start=1):
-        losses = module(images.to(device), labels.to(device), generator)
-        optimizer.zero_grad(set_to_none=True)
-        torch.stack(list(losses.values())).sum().backward()
-        optimizer.step()
-        for name, loss in losses.items():
-            sums[name] = sums.get(name, 0.0) + loss.item()
+    sums: Losses = {}
+    for number, batch in enumerate(loader, start=1):
+        progress = (epoch - 1 + (number - 1) / len(loader)) / plan.epochs
+        for name, loss in learner.step([part.to(device) for part in batch], generator, progress).items():
+            sums[name] = sums.get(name, 0.0) + loss
         report(number, len(loader), sum(sums.values()) / number)
     return {name: total / len(loader) for name, total in sums.items()}
 
 
-def _loader(examples: Examples, plan: Plan, epoch: int, ranks: Ranks) -> DataLoader[tuple[Tensor, Tensor]]:
-    return DataLoader(
-        examples, batch_sampler=list(_batches(len(examples), plan, epoch, ranks)), num_workers=plan.workers
-    )
+def _loader(examples: Repeatable, plan: Plan, epoch: int, ranks: Ranks) -> DataLoader[Batch]:
+    batches = list(_batches(len(examples), plan, epoch, ranks))
+    return DataLoader(examples, batch_sampler=batches, num_workers=plan.workers)  # type: ignore[arg-type]  # duck-typed
 
 
 def _batches(count: int, plan: Plan, epoch: int, ranks: Ranks) -> Iterator[list[int]]:

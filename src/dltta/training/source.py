@@ -18,7 +18,14 @@ from dltta.models.architecture import Architecture
 from dltta.models.autoencoders import DENSENET_LEVELS, UNET_LEVELS, AutoEncoders, Watch
 from dltta.models.calibration import Calibration
 from dltta.models.features import find_feature_layer
-from dltta.models.loading import Checkpoint, Reconstructions, Rotation, load_checkpoint, save_checkpoint
+from dltta.models.loading import (
+    Checkpoint,
+    Reconstructions,
+    Rotation,
+    load_checkpoint,
+    save_checkpoint,
+    weights_checksum,
+)
 from dltta.models.rotation import TURNS, RotationHead, rotation_loss
 from dltta.models.shared import encode, shared_parameters
 from dltta.training.calibration import MOST, calibrate
@@ -81,10 +88,12 @@ class SourceTraining:
     resume: bool = False
     report: Report = lambda *at: None
     log: Log = lambda row: None
+    start: nn.Module | None = None  # the network to begin with; None begins with a new one
 
     def run(self) -> Checkpoint:
-        if self.resume and (finished := self._finished()) is not None:
-            return finished
+        interrupted = (self.folder / "resume.pt").is_file()
+        if self.resume and not interrupted and (found := finished(self.folder, self._fingerprint())) is not None:
+            return found
         self._read()
         self.ranks = Ranks.join(self.device)
         if self.ranks.first:
@@ -96,22 +105,11 @@ class SourceTraining:
         parts = self._train_autoencoders(best) if "atta" in self.settings.with_ else None
         if self.ranks.first:
             record = {**best.record, "history": self.journal.history, "finished": True}
-            finished = replace(best, record=record, reconstructions=parts, calibration=self._calibration(best))
-            save_checkpoint(self.folder, finished)
+            whole = replace(best, record=record, reconstructions=parts, calibration=self._calibration(best))
+            save_checkpoint(self.folder, whole)
             self.journal.close()
         self.ranks.wait()
         return load_checkpoint(self.folder)
-
-    def _finished(self) -> Checkpoint | None:
-        """The model that is already there, if its training came to its end."""
-        if (self.folder / "resume.pt").is_file() or not (self.folder / "model.json").is_file():
-            return None
-        checkpoint = load_checkpoint(self.folder)
-        if not checkpoint.record.get("finished"):
-            return None
-        if checkpoint.record.get("fingerprint") != self._fingerprint():
-            raise StateError(f"{self.folder} holds a model trained with other settings; train into another folder")
-        return checkpoint
 
     def _read(self) -> None:
         cases = gather(self.sites)
@@ -138,15 +136,18 @@ class SourceTraining:
 
     def _fingerprint(self) -> dict[str, Any]:
         """What must be the same for a training to be continued; as JSON gives it back."""
+        start = {} if self.start is None else {"start": weights_checksum(self.start)}
         return {
             "sites": [[site.site, len(site)] for site in self.sites],
             "architecture": self.architecture.as_json(),
-            "preprocessing": _plain(self.preprocessing.as_json()),
-            **_plain(self.settings.as_json()),
+            "preprocessing": plain(self.preprocessing.as_json()),
+            **plain(self.settings.as_json()),
+            **start,
         }
 
     def _train_task(self) -> None:
-        model = self.architecture.build(seed=self.settings.seed).to(self.device)
+        new = self.architecture.build(seed=self.settings.seed) if self.start is None else copy.deepcopy(self.start)
+        model = new.to(self.device)
         sample = self._sample()
         rotation = self._rotation(model, sample) if "ttt" in self.settings.with_ else None
         module = TaskTraining(model, TaskLoss(self.settings.loss), rotation).to(self.device)
@@ -283,5 +284,18 @@ def _mean_error(module: ReconstructionTraining, pairs: Sequence[Pair], device: t
     return total / len(pairs)
 
 
-def _plain(description: dict[str, Any]) -> dict[str, Any]:
+def finished(folder: Path, fingerprint: dict[str, Any]) -> Checkpoint | None:
+    """The model that is already there, if its training came to its end."""
+    if not (folder / "model.json").is_file():
+        return None
+    checkpoint = load_checkpoint(folder)
+    if not checkpoint.record.get("finished"):
+        return None
+    if checkpoint.record.get("fingerprint") != fingerprint:
+        raise StateError(f"{folder} holds a model trained with other settings; train into another folder")
+    return checkpoint
+
+
+def plain(description: dict[str, Any]) -> dict[str, Any]:
+    """As JSON gives it back: lists for tuples."""
     return {key: list(value) if isinstance(value, tuple) else value for key, value in description.items()}
