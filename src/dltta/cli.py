@@ -169,7 +169,7 @@ def train(
         Path | None, typer.Option(help="For --uda: model trained on the sources [default: train one]")
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="[default: 100, the paper's]")] = None,
-    with_: Annotated[str | None, typer.Option("--with", help="Train for these methods too: ttt,atta.")] = None,
+    with_: Annotated[str | None, typer.Option("--with", help="Train for ttt, atta; keep source pairs: memory.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="[default: 8]")] = None,
     learning_rate: Annotated[
         float | None, typer.Option(help="[default: 1e-3 segmentation, 3e-4 classification]")

@@ -71,6 +71,7 @@ class AdaptationSettings:
     pool: int | None = None
     statistics: Literal["batch", "shrunken", "blended", "running"] = "batch"
     guard: bool = False
+    prefill: bool = False  # the memory begins with the pairs of source images that the checkpoint keeps
 
     def for_task(self, task: Task) -> "AdaptationSettings":
         """With the paper's values where none were given."""
@@ -80,7 +81,7 @@ class AdaptationSettings:
 
     def deciding(self, method: str, rate: str) -> dict[str, Any]:
         """The settings that decide a stream's outcome: only the batch without a loss, no memory with a fixed rate."""
-        memory = {"batches_kept", "neighbors", "ready", "distance", "pool"}
+        memory = {"batches_kept", "neighbors", "ready", "distance", "pool", "prefill"}
         ignored = memory if rate.partition(":")[0] == "fixed" else set()
         alone = {name: ["batch_size"] for name in WITHOUT_RATE} | {"ptbn": ["batch_size", "statistics"]}
         names = alone[method] if method in alone else [entry.name for entry in fields(self)]
@@ -180,6 +181,19 @@ def make_rate(rate: str, alpha: float, calibration: Calibration | None = None) -
     return rules[rate]
 
 
+def _make_memory(checkpoint: Checkpoint | OpenedModel, settings: AdaptationSettings) -> MemoryBank:
+    """Empty, or filled with what source images gave."""
+    memory = settings.memory()
+    if settings.prefill:
+        trained = checkpoint.checkpoint if isinstance(checkpoint, OpenedModel) else checkpoint
+        pairs = None if trained is None else trained.pairs
+        if pairs is None:
+            raise SettingError("this model keeps no source pairs to begin with; train it with `--with memory`")
+        memory.layer = pairs.layer
+        memory.push(pairs.features.float(), pairs.predictions.float())
+    return memory
+
+
 def split_rate(rate: str) -> tuple[str, float | None]:
     """`fixed:1e-2` is the rule and its α; without one the settings' α holds."""
     name, colon, alpha = rate.partition(":")
@@ -209,7 +223,7 @@ def make_adapter(checkpoint: Checkpoint | OpenedModel, method: str, rate: str, s
         checkpoint.model,
         objective,
         rule,
-        memory=settings.memory() if getattr(rule, "needs_memory", False) else None,
+        memory=_make_memory(checkpoint, settings) if getattr(rule, "needs_memory", False) else None,
         optimizer=OPTIMIZERS[settings.optimizer],
         steps=settings.steps,
         mode=settings.mode,

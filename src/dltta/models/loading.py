@@ -5,6 +5,7 @@ MODEL/
   model.safetensors    the network's weights
   ttt.safetensors      rotation head, if trained
   atta.safetensors     auto-encoders, if trained
+  memory.safetensors   features and predictions of source images, if kept
   calibration.safetensors   how source images look to its layers, if measured
 """
 
@@ -51,6 +52,15 @@ class Reconstructions:
 
 
 @dataclass(frozen=True)
+class SourcePairs:
+    """Features of source images and the network's predictions for them: a memory that is ready at the first image."""
+
+    layer: str
+    features: Tensor  # (N, C, *positions)
+    predictions: Tensor  # (N, classes, *positions), probabilities
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A trained network and everything needed to run and adapt it."""
 
@@ -63,6 +73,7 @@ class Checkpoint:
     rotation: Rotation | None = None
     reconstructions: Reconstructions | None = None
     calibration: Calibration | None = None
+    pairs: SourcePairs | None = None
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
@@ -92,6 +103,9 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
         layers = calibration.layers.items()
         files["calibration"] = {f"{name}.{i}": part for name, parts in layers for i, part in enumerate(parts)}
         auxiliary["calibration"] = {"eps": dict(calibration.eps), "answers": dict(calibration.answers)}
+    if (pairs := checkpoint.pairs) is not None:
+        files["memory"] = {"features": pairs.features, "predictions": pairs.predictions}
+        auxiliary["memory"] = {"layer": pairs.layer}
     checksums = {name: _write_tensors(folder / f"{name}.safetensors", tensors) for name, tensors in files.items()}
     description = {
         "format": FORMAT,
@@ -123,6 +137,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
             rotation=_load_rotation(folder, description),
             reconstructions=_load_reconstructions(folder, description),
             calibration=_load_calibration(folder, description),
+            pairs=_load_pairs(folder, description),
         )
     except (KeyError, TypeError) as error:
         raise StateError(f"{folder / 'model.json'} is malformed: {error}; train the model again") from error
@@ -163,6 +178,14 @@ def _load_calibration(folder: Path, description: dict[str, Any]) -> Calibration 
     tensors = _tensors(folder, "calibration", description)
     layers = {name: (tensors[f"{name}.0"], tensors[f"{name}.1"]) for name in part["eps"]}
     return Calibration(layers, part["eps"], part["answers"])
+
+
+def _load_pairs(folder: Path, description: dict[str, Any]) -> SourcePairs | None:
+    part = description["auxiliary"].get("memory")
+    if part is None:
+        return None
+    tensors = _tensors(folder, "memory", description)
+    return SourcePairs(part["layer"], tensors["features"], tensors["predictions"])
 
 
 def _read_description(folder: Path) -> dict[str, Any]:

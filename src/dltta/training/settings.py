@@ -7,7 +7,7 @@ from dltta.data.case import Task
 from dltta.errors import SettingError
 
 LEARNING_RATES: dict[Task, float] = {"segmentation": 1e-3, "classification": 3e-4}  # the paper's
-AUXILIARIES = ("ttt", "atta")
+AUXILIARIES = ("ttt", "atta", "memory")
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class TrainingSettings:
     patch: tuple[int, ...] | None = None  # random crops of this size; None trains on whole images
     validation: float = 0.2  # share of patients; the paper's OCT split is 147 of 735 slices
     seed: int = 0
-    with_: tuple[str, ...] = ()  # auxiliary parts to train too: ttt, atta
+    with_: tuple[str, ...] = ()  # to train or keep too: ttt, atta, memory (pairs of source images)
     rotation_hidden: int = 64
     autoencoder_epochs: int = 20  # ATTA's
     autoencoder_batch: int = 2  # ATTA's

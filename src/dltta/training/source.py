@@ -22,6 +22,7 @@ from dltta.models.loading import (
     Checkpoint,
     Reconstructions,
     Rotation,
+    SourcePairs,
     load_checkpoint,
     save_checkpoint,
     weights_checksum,
@@ -31,6 +32,7 @@ from dltta.models.shared import encode, shared_parameters
 from dltta.training.calibration import MOST, calibrate
 from dltta.training.examples import Examples, Pair, augmentation, gather, read_pairs, require_one_size, split_by_group
 from dltta.training.fit import Journal, Plan, Ranks, Report, Row, fit
+from dltta.training.pairs import COUNT, source_pairs
 from dltta.training.settings import LEARNING_RATES, TrainingSettings
 from dltta.training.task import TaskLoss, validation_score
 
@@ -106,7 +108,7 @@ class SourceTraining:
         if self.ranks.first:
             record = {**best.record, "history": self.journal.history, "finished": True}
             whole = replace(best, record=record, reconstructions=parts, calibration=self._calibration(best))
-            save_checkpoint(self.folder, whole)
+            save_checkpoint(self.folder, replace(whole, pairs=self._pairs(best)))
             self.journal.close()
         self.ranks.wait()
         return load_checkpoint(self.folder)
@@ -220,9 +222,17 @@ class SourceTraining:
         return [crops[index] for index in range(len(crops))]
 
     def _calibration(self, trained: Checkpoint) -> Calibration:
-        """Measured on held-out images first, then on training images, as many as it takes."""
-        pairs = self._as_trained_on([*self.validation, *self.training.pairs[:MOST]])
-        return calibrate(trained.model.to(self.device), [image for image, _ in pairs])
+        return calibrate(trained.model.to(self.device), self._own_images(MOST))
+
+    def _pairs(self, trained: Checkpoint) -> SourcePairs | None:
+        if "memory" not in self.settings.with_:
+            return None
+        return source_pairs(trained.model.to(self.device), self._own_images(COUNT))
+
+    def _own_images(self, count: int) -> list[Tensor]:
+        """So many source images as the network takes them, held-out ones first."""
+        pairs = self._as_trained_on([*self.validation, *self.training.pairs[:count]][:count])
+        return [image for image, _ in pairs]
 
     def _sample(self) -> Tensor:
         """One training image as the network gets it, (1, C, *spatial)."""
