@@ -12,7 +12,7 @@ from dltta.models.loading import Checkpoint, load_checkpoint, save_checkpoint
 from dltta.training.pairs import source_pairs
 from networks import stream
 
-IMAGES = [x[0] for x in stream((1, 1, 16, 16), 24)]
+IMAGES = [x[0] for x in stream((1, 1, 32, 32), 24)]
 
 
 @pytest.fixture(scope="module")
