@@ -8,7 +8,7 @@ import torch
 
 import networks
 from dltta import Adapter, Fixed, Limits, MemoryBank, Proportional, SourceGuard
-from dltta.errors import SettingError
+from dltta.errors import InputError, NonFiniteError, SettingError
 from dltta.guard import Evidence, beyond, entropy, marginal
 from dltta.objectives import Tent
 from networks import stream, trained
@@ -194,3 +194,17 @@ def test_reading_an_answer_changes_nothing():
     assert torch.equal(first, guarded.answer(IMAGES[1]))
     after = guarded.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before if name != "_extra_state")
+
+
+def test_an_image_that_the_source_network_cannot_take_is_an_input_error():
+    adapter = Adapter(trained(networks.Segmenter()), Tent(), Fixed(1e-3), guard=SourceGuard())
+    with pytest.raises(InputError, match=r"scan: the network cannot take images of shape \(2, 8, 8\)"):
+        adapter.step(torch.rand(1, 2, 8, 8), case="scan")
+
+
+def test_a_source_answer_that_is_not_a_number_is_never_given():
+    model = trained(networks.Segmenter())
+    model.head.weight.data[0] = torch.inf
+    adapter = Adapter(model, Tent(), Fixed(1e-3), guard=SourceGuard())
+    with pytest.raises(NonFiniteError, match="scan: the prediction has NaN"):
+        adapter.step(IMAGES[0], case="scan")

@@ -234,8 +234,7 @@ class Adapter(nn.Module):
 
     def _as_given(self, x: Tensor) -> Seen:
         """What the network says as it was trained, statistics included."""
-        with torch.no_grad():
-            return forward_pass(self._given[0], x)
+        return self._forward(x, learning=False, given=self._given[0])
 
     @torch.no_grad()
     def _evidence(self, x: Tensor, seen: Seen, given: Seen, updates: Sequence[Update]) -> Evidence:
@@ -260,12 +259,12 @@ class Adapter(nn.Module):
         x = x.detach().to(device, dtype)
         return x.clone() if x.is_inference() else x
 
-    def _forward(self, x: Tensor, *, learning: bool) -> Seen:
-        """One pass; with a graph only when an update will follow."""
+    def _forward(self, x: Tensor, *, learning: bool, given: nn.Module | None = None) -> Seen:
+        """One pass, of the network as it was `given` or of its adapted copy; with a graph only if an update follows."""
         try:
             with torch.set_grad_enabled(learning):
-                if self.memory is None:
-                    seen = forward_pass(self.model, x)
+                if self.memory is None or given is not None:
+                    seen = forward_pass(given or self.model, x)
                 else:
                     seen = forward_with_features(self.model, self.memory.layer, x)
         except DlttaError:

@@ -4,7 +4,7 @@ import json
 import math
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -35,6 +35,7 @@ from dltta.config import (
 from dltta.data.cards import card
 from dltta.data.check import PUBLISHED, check_published, check_site
 from dltta.data.incoming import find_incoming, watch_incoming
+from dltta.data.transforms import Preprocessing
 from dltta.demo import NOTES, TASKS, demo_experiment
 from dltta.errors import DlttaError, SettingError
 from dltta.evaluation import Results, by_target, rich_table, sentences, write_report
@@ -42,14 +43,14 @@ from dltta.evaluation.folders import record_csv, score_folders
 from dltta.evaluation.metrics import DISTANCES
 from dltta.experiment import Experiment, run_experiment, write_tables
 from dltta.files import write_atomically
-from dltta.maintenance import export, list_versions, roll_back, show_version, verify
+from dltta.maintenance import answered_names, export, list_versions, roll_back, show_version, verify
 from dltta.models.loading import load_checkpoint
 from dltta.models.opened import OpenedModel
 from dltta.models.opening import ModelSource
 from dltta.overview import overview
 from dltta.progress import bars, screen
 from dltta.reproduce import Setup, check, chosen, reproduce
-from dltta.stream import Stream, StreamSettings, Summary
+from dltta.stream import MODES, ON_ERROR, Stream, StreamSettings, Summary
 from dltta.training import SourceTraining, TrainingSettings
 from dltta.training.fit import Ranks, Row
 from dltta.training.settings import AUXILIARIES
@@ -67,13 +68,36 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps …")]
 Json = Annotated[bool, typer.Option("--json", help="Print a machine-readable result.")]
 
 # What is said about a network that somebody brings; `ModelSource` takes it.
-ModelWeights = Annotated[Path | None, typer.Option("--weights", help="State dict for code: .safetensors, .pt, .pth.")]
-ModelTask = Annotated[str | None, typer.Option("--task", help="segmentation or classification [default: as it gives]")]
-ModelClasses = Annotated[str | None, typer.Option("--classes", help="Their names in order: background,cord.")]
-ModelChannels = Annotated[int | None, typer.Option("--channels", help="Channels of an image, for code that has none.")]
-RunExpressions = Annotated[
-    bool, typer.Option("--run-expressions", help="Let a MONAI bundle run the Python that is written in it.")
+BROUGHT = "A network of your own"
+ModelWeights = Annotated[
+    Path | None,
+    typer.Option("--weights", help="State dict for code: .safetensors, .pt, .pth.", rich_help_panel=BROUGHT),
 ]
+ModelTask = Annotated[
+    str | None,
+    typer.Option("--task", help="segmentation or classification [default: as it gives]", rich_help_panel=BROUGHT),
+]
+ModelClasses = Annotated[
+    str | None, typer.Option("--classes", help="Their names in order: background,cord.", rich_help_panel=BROUGHT)
+]
+ModelChannels = Annotated[
+    int | None,
+    typer.Option("--channels", help="Channels of an image, for code that has none.", rich_help_panel=BROUGHT),
+]
+ModelIntensity = Annotated[
+    str | None,
+    typer.Option(
+        "--intensity", help="Code: zscore, scale:255, imagenet:255 [default: as read]", rich_help_panel=BROUGHT
+    ),
+]
+ModelResize = Annotated[
+    str | None, typer.Option("--resize", help="Code: resize images to this, such as 256x256.", rich_help_panel=BROUGHT)
+]
+RunExpressions = Annotated[
+    bool,
+    typer.Option("--run-expressions", help="Let a MONAI bundle run the Python that is in it.", rich_help_panel=BROUGHT),
+]
+LEARNING, ARRIVING, SAFETY = "What is learned", "Which images, and when", "What is kept"
 
 
 def main() -> None:
@@ -87,7 +111,7 @@ def main() -> None:
             _fail(f"{message} Try --help.")
         sys.exit(2)  # nothing was asked, and help has been shown
     except KeyboardInterrupt:
-        screen.print("interrupted; the same command continues where it stopped")
+        screen.print("interrupted; the same command continues where it stopped, adapt and train with --resume")
         sys.exit(130)
 
 
@@ -296,28 +320,64 @@ def adapt(
     ],
     images: Annotated[Path, typer.Option("-i", "--input", help="Folder of images, or one image.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for answers, log and state.")],
-    method: Annotated[str, typer.Option(help="tent, ptbn, ttt, atta or source.")] = "tent",
-    rate: Annotated[str, typer.Option(help="relative, dynamic (Eq. 6), exponential or fixed.")] = "relative",
-    mode: Annotated[str, typer.Option(help="continual, image-specific, shadow or frozen.")] = "continual",
-    alpha: Annotated[float | None, typer.Option(help="Initial rate [default: 1e-3, classification 3e-4]")] = None,
-    optimizer: Annotated[str, typer.Option(help="sgd, which is Eq. (2), or adam.")] = "sgd",
-    statistics: Annotated[
-        str | None, typer.Option(help="batch, shrunken, blended, running [default: shrunken if calibrated, else batch]")
+    method: Annotated[str, typer.Option(help="tent, ptbn, ttt, atta or source.", rich_help_panel=LEARNING)] = "tent",
+    rate: Annotated[
+        str, typer.Option(help="relative, dynamic (Eq. 6), exponential, fixed.", rich_help_panel=LEARNING)
+    ] = "relative",
+    mode: Annotated[
+        str, typer.Option(help="continual, image-specific, shadow, frozen.", rich_help_panel=LEARNING)
+    ] = "continual",
+    guard: Annotated[
+        bool, typer.Option("--guard/--no-guard", help="Undo updates that do harm.", rich_help_panel=LEARNING)
+    ] = True,
+    alpha: Annotated[
+        float | None,
+        typer.Option(help="Initial rate [default: 1e-3, classification 3e-4]", rich_help_panel=LEARNING),
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Classification: images per update [default: 200]")] = None,
-    guard: Annotated[bool, typer.Option("--guard/--no-guard", help="Undo updates that make things worse.")] = True,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue a stream in this output folder.")] = False,
-    on_error: Annotated[str, typer.Option(help="A case that cannot be used: stop or skip.")] = "stop",
-    order: Annotated[str, typer.Option(help="Take images by name or by time.")] = "name",
-    watch: Annotated[bool, typer.Option("--watch", help="Keep adapting as files arrive; a file STOP ends it.")] = False,
-    idle: Annotated[float | None, typer.Option(help="With --watch: end after so many seconds without news.")] = None,
-    save_probabilities: Annotated[bool, typer.Option("--save-probabilities", help="Write these too.")] = False,
-    anonymize: Annotated[bool, typer.Option("--anonymize", help="Name cases by their content's hash.")] = False,
-    patch: Annotated[str | None, typer.Option(help="Slide a window of this size over larger images.")] = None,
+    optimizer: Annotated[str, typer.Option(help="sgd, which is Eq. (2), or adam.", rich_help_panel=LEARNING)] = "sgd",
+    steps: Annotated[int, typer.Option(help="Updates per image.", rich_help_panel=LEARNING)] = 1,
+    statistics: Annotated[
+        str | None,
+        typer.Option(
+            help="shrunken, batch, blended, running [default: the first if calibrated, else batch]",
+            rich_help_panel=LEARNING,
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(help="Classification: images per update [default: 200]", rich_help_panel=LEARNING),
+    ] = None,
+    patch: Annotated[
+        str | None,
+        typer.Option(help="Slide a window of this size, such as 96x96x96.", rich_help_panel=LEARNING),
+    ] = None,
+    order: Annotated[str, typer.Option(help="By name or by time.", rich_help_panel=ARRIVING)] = "name",
+    watch: Annotated[
+        bool,
+        typer.Option("--watch", help="Go on as files arrive; a file STOP ends it.", rich_help_panel=ARRIVING),
+    ] = False,
+    idle: Annotated[
+        float | None,
+        typer.Option(help="Watching: end after so many quiet seconds.", rich_help_panel=ARRIVING),
+    ] = None,
+    on_error: Annotated[
+        str, typer.Option(help="A case that cannot be used: stop or skip.", rich_help_panel=ARRIVING)
+    ] = "stop",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the stream in this output.", rich_help_panel=SAFETY)
+    ] = False,
+    save_probabilities: Annotated[
+        bool, typer.Option("--save-probabilities", help="Write these too.", rich_help_panel=SAFETY)
+    ] = False,
+    anonymize: Annotated[
+        bool, typer.Option("--anonymize", help="Name cases by their content's hash.", rich_help_panel=SAFETY)
+    ] = False,
     weights: ModelWeights = None,
     task: ModelTask = None,
     classes: ModelClasses = None,
     channels: ModelChannels = None,
+    intensity: ModelIntensity = None,
+    resize: ModelResize = None,
     run_expressions: RunExpressions = False,
     device: Device = "cpu",
     as_json: Json = False,
@@ -331,38 +391,47 @@ def adapt(
 
         dltta adapt -m models/a -i incoming -o answers
 
-        dltta adapt -m bundles/spleen -i scans -o answers --method tent --rate dynamic --on-error skip
+        dltta adapt -m bundles/spleen -i scans -o answers --on-error skip
 
         dltta adapt -m models/a -i incoming -o answers --watch --resume
     """
-    require("method", method, METHODS)
-    require("rate", rate, RATES)
-    require("optimizer", optimizer, OPTIMIZERS)
-    require("order", order, ("name", "time"))
+    for what, found, known in (
+        ("method", method, METHODS), ("rate", rate, RATES), ("mode", mode, MODES), ("optimizer", optimizer, OPTIMIZERS),
+        ("order", order, ("name", "time")), ("answer to errors", on_error, ON_ERROR),
+    ):  # fmt: skip
+        require(what, found, known)
     if idle is not None and not watch:
         raise SettingError("--idle ends a watch; add --watch, or leave it out")
     source = ModelSource(
-        model, weights, task, _names(classes), channels=channels, patch=_sizes(patch), run_expressions=run_expressions
+        model,
+        weights,
+        task,
+        _names(classes),
+        _preprocessing(intensity, resize),
+        channels=channels,
+        patch=_sizes(patch),
+        run_expressions=run_expressions,
     )
+    cases = _cases(images, order, watch, idle, answered_names(output) if resume and watch else ())
     opened = source.open()
     opened.model.to(_device(device))
     settings = StreamSettings(
         method,
         rate,
-        mode,  # type: ignore[arg-type]  # StreamSettings says which are known
+        mode,  # type: ignore[arg-type]  # as required above
         AdaptationSettings(
             alpha=alpha,
             batch_size=batch_size,
+            steps=steps,
             optimizer="adam" if optimizer == "adam" else "sgd",
             ready="neighbors",
             statistics=_statistics(statistics, opened),
             guard=guard,
         ),
-        on_error,  # type: ignore[arg-type]
+        on_error,  # type: ignore[arg-type]  # as required above
         save_probabilities,
         anonymize,
     )
-    cases = _cases(images, order, watch, idle)
     with Stream(opened, output, settings, resume=resume) as stream, bars() as listener:
         summary = stream.run(cases, listener.cases(None if watch else len(cases)))
     _report(summary, output, as_json)
@@ -376,11 +445,25 @@ def _statistics(name: str | None, opened: OpenedModel) -> Any:
     return name or ("shrunken" if opened.calibration is not None else "batch")
 
 
-def _cases(images: Path, order: str, watch: bool, idle: float | None) -> Any:
+def _cases(images: Path, order: str, watch: bool, idle: float | None, seen: Collection[str]) -> Any:
     chosen: Any = order
     if watch:
-        return watch_incoming(images, order=chosen, idle=idle)
+        return watch_incoming(images, order=chosen, idle=idle, seen=seen)
     return find_incoming(images, order=chosen)
+
+
+def _preprocessing(intensity: str | None, resize: str | None) -> Preprocessing | None:
+    """`zscore`, `scale:255` or `imagenet:255`, and a size."""
+    if intensity is None and resize is None:
+        return None
+    kind, _, maximum = (intensity or "none").partition(":")
+    require("intensity", kind, ("none", "zscore", "scale", "imagenet"))
+    if (kind in ("scale", "imagenet")) != bool(maximum):
+        raise SettingError(f"intensity {intensity!r} cannot be; write zscore, scale:255 or imagenet:255")
+    try:
+        return Preprocessing(kind, float(maximum or 1), _sizes(resize))  # type: ignore[arg-type]  # as required above
+    except ValueError as error:
+        raise SettingError(f"{maximum!r} is not the largest value of an image; write {kind}:255") from error
 
 
 def _report(summary: Summary, output: Path, as_json: bool) -> None:
@@ -391,7 +474,7 @@ def _report(summary: Summary, output: Path, as_json: bool) -> None:
         screen.print(f"[yellow]skipped:[/yellow] {escape(sentence)}", highlight=False, soft_wrap=True)
     parts = [f"{summary.answered} answered"]
     parts += [f"{summary.repeated} the same as before"] if summary.repeated else []
-    parts += [f"{summary.before} done by an earlier run"] if summary.before else []
+    parts += [f"{summary.before} had their answer"] if summary.before else []
     parts += [f"{len(summary.failed)} failed"] if summary.failed else []
     typer.echo(f"{output}: {', '.join(parts)}")
 
@@ -415,7 +498,9 @@ def state_list(output: Answers, as_json: Json = False) -> None:
         return
     for version in versions:
         mark = "*" if version.current else " "
-        typer.echo(f"{mark} {version.version:6d}  {version.bytes / 1e6:8.2f} MB  {version.case or ''}")
+        cases = version.cases[:1] if len(version.cases) < 2 else (version.cases[0], "…", version.cases[-1])
+        what = version.event or " ".join(cases)
+        typer.echo(f"{mark} {version.version:6d}  {version.bytes / 1e6:8.2f} MB  {what}")
 
 
 @state.command("show")
@@ -474,20 +559,34 @@ def state_export(
     output: Answers,
     model: Annotated[str, typer.Option("-m", "--model", help="The model that the stream was begun with.")],
     target: Annotated[Path, typer.Option("-o", "--output", help="Folder to write.")],
+    version: Annotated[int | None, typer.Option(help="[default: the current one]")] = None,
     bundle: Annotated[bool, typer.Option("--bundle", help="As a MONAI bundle.")] = False,
     weights: ModelWeights = None,
+    task: ModelTask = None,
     classes: ModelClasses = None,
     channels: ModelChannels = None,
+    intensity: ModelIntensity = None,
+    resize: ModelResize = None,
     run_expressions: RunExpressions = False,
 ) -> None:
     """Write the adapted network as a plain model for frozen use, with its stored normalization statistics.
 
     For example:
 
-        dltta state export answers -m models/a -o models/a_at_b --bundle
+        dltta state export answers -m models/a -o models/a_at_b
+
+        dltta state export answers -m bundles/spleen -o bundles/spleen_at_b --bundle
     """
-    source = ModelSource(model, weights, None, _names(classes), channels=channels, run_expressions=run_expressions)
-    export(output, source.open(), target, bundle=bundle)
+    source = ModelSource(
+        model,
+        weights,
+        task,
+        _names(classes),
+        _preprocessing(intensity, resize),
+        channels=channels,
+        run_expressions=run_expressions,
+    )
+    export(output, source.open(), target, number=version, bundle=bundle)
     typer.echo(f"{target}: the network as {output} left it")
 
 

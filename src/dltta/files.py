@@ -29,3 +29,18 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder to the disk: after a power cut, files renamed into it are still there."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove_parts(folder: Path) -> None:
+    """Remove what killed processes left of files that they were writing into this folder."""
+    for beside in folder.glob(".*.part"):
+        beside.unlink(missing_ok=True)

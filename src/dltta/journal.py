@@ -1,126 +1,187 @@
 """The audit log of a stream: one JSON line per case, each carrying the hash of the one before.
 
-A line is written whole, flushed to the disk, and only then counts: what it says happened. A line that a crash cut off
-has no line end and is taken away when the log is opened again. Changing, removing or reordering lines breaks the chain,
-which `verify` finds.
+Lines come in groups, the images of one batch: `of` says how many lines the group of a line has. A group counts when all
+of it is on the disk, and then what it says happened; what a crash left of an unfinished one, the next is written over.
+Changing, removing or reordering lines breaks the chain. Lines cut off at the end leave the chain whole, but not the
+anchor: a small file kept with the state, in which the hash of the last line stands.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dltta.errors import StateError
+from dltta.files import sync_folder
 
 START = "0" * 64  # what the first line is chained to
 
+Entry = dict[str, Any]
+
+
+class Line(NamedTuple):
+    """One line of the log and the bytes of the file that it takes."""
+
+    begin: int
+    end: int
+    entry: Entry
+
 
 class Journal:
-    """Lines appended to a file; opening one that exists checks the whole chain."""
+    """Groups of lines appended to a file, of which it keeps only the last hash in mind; opening checks the chain."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.entries: list[dict[str, Any]] = []
-        self._last = START
-        if path.exists():
-            self._repair()
-            self.entries, problem = read_chain(path)
-            if problem is not None:
-                raise StateError(f"{problem}; look with `dltta state verify`")
-            self._last = self.entries[-1]["hash"] if self.entries else START
+    def __init__(self, path: Path, anchor: Path) -> None:
+        self.path, self.anchor = path, anchor
+        self.head = START  # the hash of the last line
+        self.size = 0  # bytes of all whole groups
+        anchored = read_anchor(anchor)  # before the log, which is written first
+        missing = anchored not in (None, START)
+        for group in walk(path):
+            self.head, self.size = group[-1].entry["hash"], group[-1].end
+            missing = missing and self.head != anchored
+        if missing or (anchored is None and self.size):
+            raise StateError(f"{cut_off(path, anchored)}; look with `dltta state verify`")
 
-    @property
-    def head(self) -> str:
-        """The hash of the last line."""
-        return self._last
+    def __iter__(self) -> Iterator[Line]:
+        """Every line, read again from the file."""
+        for begin, text in _texts(self.path):
+            if begin < self.size:
+                yield Line(begin, begin + len(text), json.loads(text))
 
-    def append(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Add lines that belong together, in one write; on return they are on the disk."""
-        chained, last = [], self._last
+    def at(self, begin: int) -> Entry:
+        """The line that begins there."""
+        with self.path.open("rb") as file:
+            file.seek(begin)
+            entry: Entry = json.loads(file.readline())
+        return entry
+
+    def append(self, entries: Sequence[Mapping[str, Any]]) -> list[Line]:
+        """Add a group of lines, each with its `of`; on return it is on the disk."""
+        lines: list[Line] = []
+        texts, end, head = [], self.size, self.head
         for entry in entries:
-            chained.append(chain(entry, last))
-            last = chained[-1]["hash"]
-        text = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in chained).encode()
-        new = not self.path.exists()
-        try:
-            self._write(text)
-        except OSError as error:
-            raise StateError(
-                f"{self.path}: cannot be written ({error.strerror or error}); free space and resume"
-            ) from error
-        if new:
-            _sync_folder(self.path.parent)
-        self.entries += chained
-        self._last = last
-
-    def drop(self, count: int) -> None:
-        """Take away the last lines: a group of which a crash left only the beginning."""
-        if not count:
-            return
-        kept = self.entries[: len(self.entries) - count]
-        size = sum(len((json.dumps(entry, ensure_ascii=False) + "\n").encode()) for entry in kept)
-        with self.path.open("r+b") as file:
-            file.truncate(size)
-            os.fsync(file.fileno())
-        self.entries = kept
-        self._last = kept[-1]["hash"] if kept else START
-
-    def _write(self, text: bytes) -> None:
-        with self.path.open("ab") as file:
-            size = file.tell()
-            try:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            except OSError:
-                file.truncate(size)
-                raise
-
-    def _repair(self) -> None:
-        """A last line without its end was never finished."""
-        content = self.path.read_bytes()
-        if content and not content.endswith(b"\n"):
-            with self.path.open("r+b") as file:
-                file.truncate(content.rfind(b"\n") + 1)
-                os.fsync(file.fileno())
+            chained = chain({**entry, "of": len(entries)}, head)
+            texts.append(render(chained))
+            lines.append(Line(end, end + len(texts[-1]), chained))
+            end, head = lines[-1].end, chained["hash"]
+        with on_disk(self.path):
+            _write(self.path, self.size, b"".join(texts))
+            if self.size == 0:
+                sync_folder(self.path.parent)
+        self.head, self.size = head, end
+        with on_disk(self.anchor):
+            write_anchor(self.anchor, head)
+        return lines
 
 
-def chain(entry: Mapping[str, Any], previous: str) -> dict[str, Any]:
-    """The entry with the hash of the line before it and its own, over all the rest."""
+def chain(entry: Mapping[str, Any], previous: str) -> Entry:
+    """The entry with the hash of the line before it and its own, over all bytes of the line without it."""
     linked = {**entry, "previous": previous}
-    return {**linked, "hash": hashlib.sha256(_canonical(linked)).hexdigest()}
+    return {**linked, "hash": hashlib.sha256(render(linked)).hexdigest()}
 
 
-def read_chain(path: Path) -> tuple[list[dict[str, Any]], str | None]:
-    """The lines up to the first that is not what was written, and in words which that is."""
-    entries: list[dict[str, Any]] = []
-    last = START
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
-        try:
-            entry = json.loads(line)
-            claimed = entry.pop("hash")
-            intact = claimed == hashlib.sha256(_canonical(entry)).hexdigest()
-            follows = entry["previous"] == last
-        except (ValueError, AttributeError, KeyError, TypeError):
-            return entries, f"{path}: line {number} is not a line of this log"
-        if not intact:
-            return entries, f"{path}: line {number} was altered"
-        if not follows:
-            return entries, f"{path}: before line {number} lines are missing or were moved"
-        last = claimed
-        entries.append({**entry, "hash": claimed})
-    return entries, None
+def render(entry: Mapping[str, Any]) -> bytes:
+    """The one way in which an entry is written."""
+    return (json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def _canonical(entry: Mapping[str, Any]) -> bytes:
-    return json.dumps(entry, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+def walk(path: Path) -> Iterator[list[Line]]:
+    """The whole groups of a log; raises `StateError` at the first line that is not as it was written."""
+    group: list[Line] = []
+    head = START
+    for number, (begin, text) in enumerate(_texts(path), 1):
+        entry = _intact(text)
+        if entry is None:
+            raise StateError(f"{path}: line {number} was altered")
+        if entry["previous"] != head:
+            raise StateError(f"{path}: before line {number} lines are missing or were moved")
+        head = entry["hash"]
+        group.append(Line(begin, begin + len(text), entry))
+        if len(group) == entry["of"]:
+            yield group
+            group = []
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def _texts(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Every line that has its end, and where it begins."""
+    if not path.exists():
+        return
+    begin = 0
+    with path.open("rb") as file:
+        for text in file:
+            if text.endswith(b"\n"):
+                yield begin, text
+            begin += len(text)
+
+
+def _intact(text: bytes) -> Entry | None:
+    """The entry of a line that carries the hash of its other bytes."""
+    body, _, claimed = text.rpartition(b', "hash": "')
+    if claimed != hashlib.sha256(body + b"}\n").hexdigest().encode() + b'"}\n':
+        return None
     try:
-        os.fsync(handle)
+        entry: Entry = json.loads(text)
+        return entry if {"previous", "of"} <= entry.keys() else None
+    except (ValueError, AttributeError, RecursionError):
+        return None
+
+
+def read_anchor(path: Path) -> str | None:
+    """The hash of the last line when it was written; None if there is none, as when a crash came before the first."""
+    try:
+        found = path.read_text("ascii", errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StateError(f"{path} cannot be read ({error.strerror or error})") from error
+    return found if re.fullmatch(r"[0-9a-f]{64}", found) else None
+
+
+def write_anchor(path: Path, head: str) -> None:
+    """In place, which so few bytes are as a whole, and without waiting for the disk: an older hash only sees less."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+    try:
+        os.pwrite(handle, f"{head}\n".encode(), 0)
+    finally:
+        os.close(handle)
+
+
+def cut_off(path: Path, anchored: str | None) -> str:
+    """What is wrong with a log that does not reach its anchor, in words."""
+    if anchored is None:
+        return f"{path}: the anchor that says where it ends is gone"
+    return f"{path}: lines at its end are missing"
+
+
+@contextmanager
+def on_disk(path: Path) -> Iterator[None]:
+    """Turns a full disk or a read-only folder into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise StateError(
+            f"{path}: cannot be written ({error.strerror or error}); free space or get leave to write, then --resume"
+        ) from error
+
+
+def _write(path: Path, begin: int, text: bytes) -> None:
+    """Text from a place on, nothing after it, on the disk; if that fails, the file ends at that place."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        os.ftruncate(handle, begin)
+        try:
+            written = 0
+            while written < len(text):
+                written += os.pwrite(handle, text[written:], begin + written)
+            os.fsync(handle)
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(handle, begin)
+            raise
     finally:
         os.close(handle)

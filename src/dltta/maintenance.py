@@ -2,105 +2,133 @@
 
 import copy
 import hashlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save as tensors_to_bytes
 from torch import nn
 
 from dltta.errors import SettingError, StateError
-from dltta.journal import Journal, read_chain
+from dltta.files import write_atomically
+from dltta.journal import START, Entry, Journal, cut_off, on_disk, read_anchor, walk
 from dltta.models.bundle.export import export_bundle
 from dltta.models.loading import save_checkpoint
 from dltta.models.opened import OpenedModel
-from dltta.state import StateFolder
+from dltta.record import Record, Table
+from dltta.state import StateFolder, Version
+from dltta.stream import FILES, LOG, STATE, TABLE
 
 
 @dataclass(frozen=True)
 class Listed:
-    """One version that is still on disk and the case it answered last."""
+    """One version that is still on disk and what it came of."""
 
     version: int
-    case: str | None
+    cases: tuple[str, ...]  # answered in the batch that led to it
+    event: str | None  # start, or a rollback
     bytes: int
     current: bool
 
 
 def list_versions(output: Path) -> list[Listed]:
     """The versions of a stream, oldest first."""
-    folder, lines = StateFolder(output / "state"), _lines(output)
-    cases = {line["state"]: line.get("case") for line in lines if "repeats" not in line and "error" not in line}
-    now = lines[-1]["state"]
-    return [Listed(number, cases.get(number), folder.size(number), number == now) for number in folder.numbers()]
+    folder = StateFolder(output / STATE)
+    there = set(folder.numbers())
+    made: dict[int, list[Entry]] = {}
+    for line in _entries(output):
+        if "state_sha256" in line and line["state"] in there:
+            made.setdefault(line["state"], []).append(line)
+    return [
+        Listed(
+            number,
+            tuple(line["case"] for line in lines if "case" in line),
+            next((_event(line) for line in lines if "event" in line), None),
+            folder.size(number),
+            number == max(made),
+        )
+        for number, lines in sorted(made.items())
+    ]
+
+
+def answered_names(output: Path) -> set[str]:
+    """Names of the cases that have an answer; none where there is no stream yet."""
+    return {line["case"] for line in _lines(output) if "answer" in line}
 
 
 def show_version(output: Path, number: int | None = None) -> dict[str, Any]:
     """What a version holds, in numbers."""
-    folder = StateFolder(output / "state")
-    number = _lines(output)[-1]["state"] if number is None else number
-    version = folder.read(_known(folder, int(number)))
+    folder, version = _version(output, number)
     extra = version.state["extra"]
     return {
         "version": version.number,
         "batches": extra["taken"],
         "adapted": {name: list(version.state["moving"][name].shape) for name in extra["adapted"]},
-        "memory": sum(count for _, count in version.pairs),
-        "settings": folder.description(),
+        "memory": sum(pairs.count for pairs in version.pairs),
+        "settings": {key: value for key, value in folder.description().items() if key != "key"},
     }
 
 
 def roll_back(output: Path, number: int) -> int:
     """Go on from an older version; the log keeps what happened since. The number of the new version."""
-    folder = StateFolder(output / "state")
+    _require_log(output)
+    folder = StateFolder(output / STATE)
     with folder.locked():
-        journal = Journal(output / "stream.jsonl")
-        new = int(journal.entries[-1]["state"]) + 1
-        folder.copy(_known(folder, number), new, journal.head)
-        journal.append([{"event": "rollback", "to": number, "state": new, "of": 1}])
+        record = Record(Journal(output / LOG, folder.anchor))
+        sha256 = _made(output)[_known(folder, number, record.version)]
+        new = record.version + 1
+        folder.copy(number, sha256, new)
+        record.append([{"event": "rollback", "to": number, "state": new, "state_sha256": sha256}])
     return new
 
 
 def verify(output: Path) -> list[str]:
     """Everything about a stream's record that is not as it was written, a sentence each."""
-    path = output / "stream.jsonl"
-    if not path.is_file():
-        raise StateError(f"{path} is missing; is {output} the output of dltta adapt?")
-    entries, problem = read_chain(path)
-    problems = [problem] if problem else []
-    hashes = {"0" * 64, *(entry["hash"] for entry in entries)}
-    folder = StateFolder(output / "state")
-    for number in folder.numbers():
-        try:
-            if not problem and folder.read(number).head not in hashes:
-                problems.append(f"{path}: lines that version {number} was written after are missing")
-        except StateError as error:
-            problems.append(str(error))
-    for line in entries:
-        if "sha256" in line and (missing := _altered(output / line["answer"], line["sha256"])):
-            problems.append(missing)
-    return problems
+    folder = StateFolder(output / STATE)
+    anchored = read_anchor(folder.anchor)  # before the log, which is written first
+    _require_log(output)
+    reached = anchored == START
+    problems: list[str] = []
+    made: dict[int, str] = {}  # version: hash of its file
+    try:
+        for line in _lines(output):
+            reached = reached or line["hash"] == anchored
+            made |= {line["state"]: line["state_sha256"]} if "state_sha256" in line else {}
+            problems += _files(output, line)
+    except StateError as error:
+        return [*problems, str(error)]
+    problems += [] if reached else [cut_off(output / LOG, anchored)]
+    begun = next(_lines(output), None)
+    if begun is None:
+        return problems
+    return [*problems, *_settings(folder, begun), *_versions(folder, made), *_table(output, begun)]
 
 
-def export(output: Path, opened: OpenedModel, target: Path, *, bundle: bool = False) -> None:
-    """The adapted network for frozen use: a checkpoint folder like the one it came from, or a MONAI bundle."""
-    if target.exists() and any(target.iterdir()):
-        raise SettingError(f"{target} is not empty; choose another folder")
-    if not bundle and opened.checkpoint is None:
-        raise SettingError("only a network of dltta train has a checkpoint folder; export a MONAI bundle with --bundle")
-    model = adapted_network(output, opened)
-    if bundle:
-        export_bundle(target, opened, model)
-    elif opened.checkpoint is not None:
-        record = {**opened.checkpoint.record, "adapted": show_version(output)["version"]}
-        save_checkpoint(target, replace(opened.checkpoint, model=model, record=record))
+def export(output: Path, opened: OpenedModel, target: Path, *, number: int | None = None, bundle: bool = False) -> Path:
+    """The adapted network for frozen use: as it came (checkpoint folder, weights of one's own code), or as a bundle."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise SettingError(f"{target} is there already and not empty; choose another folder")
+    if not bundle and opened.kind == "bundle":
+        raise SettingError(f"{opened.name} came as a MONAI bundle and can only go as one; add --bundle")
+    version, model = adapted_network(output, opened, number)
+    with on_disk(target):
+        if bundle:
+            export_bundle(target, opened, model)
+        elif opened.checkpoint is not None:
+            record = {**opened.checkpoint.record, "adapted": {"version": version.number, "state": version.sha256}}
+            save_checkpoint(target, replace(opened.checkpoint, model=model, record=record))
+        else:
+            weights = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
+            write_atomically(target / "model.safetensors", tensors_to_bytes(weights))
+    return target
 
 
-def adapted_network(output: Path, opened: OpenedModel) -> nn.Module:
+def adapted_network(output: Path, opened: OpenedModel, number: int | None = None) -> tuple[Version, nn.Module]:
     """The network with the parameters that a stream moved, its stored statistics as they were."""
-    folder = StateFolder(output / "state")
-    if folder.description()["network"] != opened.fingerprint:
+    folder, version = _version(output, number)
+    if folder.description().get("network") != opened.fingerprint:
         raise StateError(f"{output} adapted another network than this one; give the one it was begun with")
-    version = folder.read(int(_lines(output)[-1]["state"]))
     model = copy.deepcopy(opened.model)
     own = dict(model.named_parameters())
     added = [name for name in version.state["extra"]["adapted"] if name not in own]
@@ -108,27 +136,100 @@ def adapted_network(output: Path, opened: OpenedModel) -> nn.Module:
         raise SettingError(f"the method put {added[0]!r} into the network, which a plain network cannot hold")
     for name in version.state["extra"]["adapted"]:
         own[name].data.copy_(version.state["moving"][name])
-    return model
+    return version, model
 
 
-def _lines(output: Path) -> list[dict[str, Any]]:
-    path = output / "stream.jsonl"
-    if not path.is_file():
-        raise StateError(f"{path} is missing; is {output} the output of dltta adapt?")
-    entries, problem = read_chain(path)
-    if problem or not entries:
-        raise StateError(problem or f"{path} is empty")
-    return entries
+def _entries(output: Path) -> Iterator[Entry]:
+    """The lines of a stream that is there and intact."""
+    _require_log(output)
+    if next(_lines(output), None) is None:
+        raise StateError(f"{output / LOG} is empty: no stream was begun here")
+    yield from _lines(output)
 
 
-def _known(folder: StateFolder, number: int) -> int:
-    if number not in folder.numbers():
-        there = ", ".join(map(str, folder.numbers()))
-        raise StateError(f"there is no version {number} any more; there are {there}")
+def _lines(output: Path) -> Iterator[Entry]:
+    return (line.entry for group in walk(output / LOG) for line in group)
+
+
+def _require_log(output: Path) -> None:
+    if not (output / LOG).is_file():
+        raise StateError(f"{output} is not the output of dltta adapt: there is no {LOG}; give the folder of its -o")
+
+
+def _version(output: Path, number: int | None) -> tuple[StateFolder, Version]:
+    """A version, the current one unless said otherwise, which must be the one that the log names."""
+    folder, made = StateFolder(output / STATE), _made(output)
+    chosen = max(made) if number is None else _known(folder, number, max(made))
+    return folder, folder.read(chosen, made[chosen])
+
+
+def _made(output: Path) -> dict[int, str]:
+    """Every version that the log names, and the hash of its file."""
+    return {line["state"]: line["state_sha256"] for line in _entries(output) if "state_sha256" in line}
+
+
+def _known(folder: StateFolder, number: int, newest: int) -> int:
+    there = [each for each in folder.numbers() if each <= newest]
+    if number not in there:
+        raise StateError(f"there is no version {number}; there are {_ranges(there)}")
     return number
 
 
-def _altered(file: Path, expected: str) -> str | None:
-    if not file.is_file():
-        return f"{file} is missing"
-    return None if hashlib.sha256(file.read_bytes()).hexdigest() == expected else f"{file} was altered"
+def _ranges(numbers: list[int]) -> str:
+    """1, 2, 3, 7 as 1-3, 7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"
+
+
+def _event(line: Entry) -> str:
+    return f"rollback to {line['to']}" if line["event"] == "rollback" else str(line["event"])
+
+
+def _settings(folder: StateFolder, begun: Entry) -> Iterator[str]:
+    """Whether the settings are those that the first line tells."""
+    try:
+        found = folder.description()
+    except StateError as error:
+        yield str(error)
+        return
+    told = {key: value for key, value in begun.items() if key in found}
+    if not found or {key: value for key, value in found.items() if key != "key"} != told:
+        yield f"{folder.folder / 'stream.json'} was altered"
+
+
+def _versions(folder: StateFolder, made: Mapping[int, str]) -> Iterator[str]:
+    """Versions that are not those that the log names; the current one must be there."""
+    newest = max(made, default=0)
+    for number in sorted({*folder.numbers(), newest} & made.keys()):
+        try:
+            folder.memory(folder.read(number, made[number]))
+        except StateError as error:
+            if number == newest or number in folder.numbers():  # else a running stream has just forgotten it
+                yield str(error)
+
+
+def _files(output: Path, line: Entry) -> Iterator[str]:
+    """Answers that are gone or altered."""
+    for key, checksum in FILES:
+        if checksum in line:
+            file = output / line[key]
+            if not file.is_file():
+                yield f"{file} is missing"
+            elif hashlib.sha256(file.read_bytes()).hexdigest() != line[checksum]:
+                yield f"{file} was altered"
+
+
+def _table(output: Path, begun: Entry) -> Iterator[str]:
+    """Whether the table is the one that the log gives; after a crash it may end earlier."""
+    if begun.get("task") != "classification":
+        return
+    table = Table(output / TABLE, begun["classes"])
+    if not table.path.is_file():
+        yield f"{table.path} is missing; resume the stream to have it made anew"
+    elif not table.text(_lines(output)).encode().startswith(table.path.read_bytes()):
+        yield f"{table.path} was altered; resume the stream to have it made anew"

@@ -2,30 +2,44 @@
 
 OUT/state/
   stream.json                 the network and the settings; what a resumed stream must share
+  head                        the anchor of the log (`journal.py`)
   versions/000012.safetensors what moved, the optimizer and counters after version 12
   memory/000012.safetensors   the pairs that version 12 put into the memory
-A version is written before the line of the log that names it; one that no line names never was.
+A version is written before the line of the log that names it and its hash; one that no line names never was. The same
+state gives the same bytes.
 """
 
-import fcntl
+import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
 from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
 
 from dltta.adapter import Adapter
 from dltta.errors import StateError
-from dltta.files import write_atomically
+from dltta.files import remove_parts, sync_folder, write_atomically
+from dltta.journal import on_disk
 
 KEEP = 20  # versions that one can roll back to
+ROOM = 1 << 30  # bytes that they may take together; the latest two are kept whatever they take
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs of the memory that lie in one file: the latest `count` of those that version `number` pushed."""
+
+    number: int
+    count: int
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -33,67 +47,103 @@ class Version:
     """The adapter after some batch: nested dictionaries of tensors and numbers, memory pairs by where they are."""
 
     number: int
-    state: dict[str, Any]  # parameters, buffers, extra
-    pairs: tuple[tuple[int, int], ...]  # (version that pushed them, how many), oldest first
-    head: str  # the log's last line when it was written
+    sha256: str
+    state: dict[str, Any]  # moving: parameters and buffers; extra: all else
+    pairs: tuple[Pairs, ...]  # oldest first
 
 
 class StateFolder:
     """Versions of one stream; `save` after each batch, `load` to go on."""
 
-    def __init__(self, folder: Path, *, keep: int = KEEP) -> None:
-        self.folder, self.keep = folder, keep
-        self._pairs: tuple[tuple[int, int], ...] = ()
+    def __init__(self, folder: Path, *, keep: int = KEEP, room: int = ROOM) -> None:
+        self.folder, self.keep, self.room = folder, max(keep, 2), room
+        self._pairs: tuple[Pairs, ...] = ()  # of the latest version
         self._pushed = 0  # pairs in the adapter's memory that are on disk
-        self._oldest: dict[int, int] = {}  # version: the oldest file of pairs that it needs
+        self._needs: dict[int, tuple[int, ...]] = {}  # version: the files of pairs that it needs
+
+    @property
+    def anchor(self) -> Path:
+        """Where the hash of the log's last line is kept."""
+        return self.folder / "head"
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Only one process at a time works on a stream."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "lock").open("w") as lock:
+        """Only one process at a time works on a stream; the lock ends with the process, however it ends."""
+        import fcntl  # not everywhere, and nothing else needs it
+
+        with on_disk(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = (self.folder / "lock").open("w")
+        with file as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise StateError(
+                    f"{self.folder.parent}: another process works on this stream; wait until it ends"
+                ) from error
             except OSError as error:
-                raise StateError(f"{self.folder}: another process works on this stream; wait for it") from error
+                raise StateError(f"{self.folder}: cannot be locked ({error.strerror}); use a local disk") from error
             yield
 
-    def save(self, number: int, adapter: Adapter, head: str) -> None:
-        """Write version `number`; older ones beyond `keep` go."""
+    def clean(self) -> None:
+        """Remove what killed processes left half written."""
+        for folder in (self.folder, *self._folders()):
+            remove_parts(folder)
+
+    def save(self, number: int, adapter: Adapter) -> str:
+        """Write version `number` and answer its hash; the oldest go when there are too many or too large."""
         extra = adapter.get_extra_state()
         memory = extra.pop("memory")
-        if memory is not None:
-            self._save_pairs(number, memory)
-            extra["memory"] = {"layer": memory["layer"], "pushed": memory["pushed"]}
-        state = {"moving": _moving(adapter), "extra": extra}
-        description = {"pairs": [list(pair) for pair in self._pairs], "head": head}
-        write_atomically(self._version(number), pack(state, description))
-        self._forget(number)
+        with on_disk(self.folder):
+            if memory is not None:
+                self._save_pairs(number, memory)
+                extra["memory"] = {"layer": memory["layer"], "pushed": memory["pushed"]}
+            digest = self._put(number, pack({"moving": _moving(adapter), "extra": extra}, self._description()))
+            self._forget()
+        return digest
 
-    def load(self, number: int, adapter: Adapter) -> None:
+    def load(self, number: int, sha256: str, adapter: Adapter) -> None:
         """Bring an adapter of the same network and settings to version `number`; later versions never were."""
-        version = self.read(number)
+        version = self.read(number, sha256)
         extra = dict(version.state["extra"])
         memory = extra.get("memory")
-        extra["memory"] = None if memory is None else {**memory, **self._read_pairs(version.pairs, memory["pushed"])}
+        extra["memory"] = None if memory is None else {**memory, **self.memory(version)}
         _restore(adapter, version.state["moving"], extra)
         self._pairs, self._pushed = version.pairs, memory["pushed"] if memory else 0
-        for later in self.numbers():
-            if later > number:
-                self._version(later).unlink()
-                self._oldest.pop(later, None)
+        with on_disk(self.folder):
+            for later in self.numbers():
+                if later > number:
+                    self._version(later).unlink()
+                    self._needs.pop(later, None)
 
-    def read(self, number: int) -> Version:
-        """One version as it is on disk."""
-        state, description = unpack(self._version(number))
-        pairs = tuple((int(version), int(count)) for version, count in description["pairs"])
-        return Version(number, state, pairs, description["head"])
+    def read(self, number: int, sha256: str) -> Version:
+        """One version as it was written; what has another hash is not even looked into."""
+        state, description = unpack(_read(self._version(number), sha256), self._version(number))
+        return Version(number, sha256, state, tuple(Pairs(**entry) for entry in description["pairs"]))
 
-    def copy(self, number: int, new: int, head: str) -> None:
-        """Version `new` is what version `number` was."""
-        version = self.read(number)
-        description = {"pairs": [list(pair) for pair in version.pairs], "head": head}
-        write_atomically(self._version(new), pack(version.state, description))
+    def memory(self, version: Version) -> dict[str, Any]:
+        """Keys and values in the slots they had: pair p of all that were ever pushed lies in slot p mod capacity."""
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for pairs in version.pairs:
+            path = self._memory(pairs.number)
+            held, _ = unpack(_read(path, pairs.sha256), path)
+            keys += list(held["keys"])[-pairs.count :]
+            values += held["values"][-pairs.count :]
+        pushed = (version.state["extra"]["memory"] or {"pushed": 0})["pushed"]
+        first = pushed % len(keys) if keys else 0  # slot of the oldest once the bank has gone round
+        order = [*range(len(keys) - first, len(keys)), *range(len(keys) - first)]
+        return {
+            "keys": torch.stack([keys[i] for i in order]) if keys else None,
+            "values": [values[i] for i in order],
+        }
+
+    def copy(self, number: int, sha256: str, new: int) -> None:
+        """Version `new` is what version `number` was, and has its hash."""
+        self._pairs = self.read(number, sha256).pairs
+        with on_disk(self.folder):
+            self._put(new, _read(self._version(number), sha256))
+            self._forget()
 
     def size(self, number: int) -> int:
         """Bytes of a version, without the pairs of its memory."""
@@ -105,53 +155,68 @@ class StateFolder:
 
     def describe(self, settings: Mapping[str, Any]) -> None:
         """Write what a resumed stream must share."""
-        write_atomically(self.folder / "stream.json", json.dumps(settings, indent=1, sort_keys=True) + "\n")
+        with on_disk(self.folder):
+            write_atomically(self.folder / "stream.json", json.dumps(settings, indent=1, sort_keys=True) + "\n")
 
     def description(self) -> dict[str, Any]:
         path = self.folder / "stream.json"
         try:
-            found: dict[str, Any] = json.loads(path.read_text())
-            return found
+            found = json.loads(path.read_text("utf-8"))
         except (OSError, ValueError) as error:
             raise StateError(f"{path} cannot be read; is {self.folder.parent} the output of dltta adapt?") from error
+        if not isinstance(found, dict):
+            raise StateError(f"{path} was altered: it holds no settings")
+        return found
+
+    def _put(self, number: int, content: bytes) -> str:
+        write_atomically(self._version(number), content)
+        for folder in self._folders():
+            sync_folder(folder)
+        self._needs[number] = tuple(pairs.number for pairs in self._pairs)
+        return hashlib.sha256(content).hexdigest()
+
+    def _description(self) -> dict[str, Any]:
+        return {"pairs": [vars(pairs) for pairs in self._pairs]}
 
     def _save_pairs(self, number: int, memory: Mapping[str, Any]) -> None:
         held = len(memory["values"])
         new = min(memory["pushed"] - self._pushed, held)
         if new:
-            slots = [push % max(held, 1) for push in range(memory["pushed"] - new, memory["pushed"])]
-            pairs = {"keys": memory["keys"][slots], "values": [memory["values"][slot] for slot in slots]}
-            write_atomically(self._memory(number), pack(pairs, {}))
-            self._pairs = _latest((*self._pairs, (number, new)), held)
+            slots = [push % held for push in range(memory["pushed"] - new, memory["pushed"])]
+            content = pack({"keys": memory["keys"][slots], "values": [memory["values"][slot] for slot in slots]}, {})
+            write_atomically(self._memory(number), content)
+            pairs = Pairs(number, new, hashlib.sha256(content).hexdigest())
+            self._pairs = _latest((*self._pairs, pairs), held)
             self._pushed = memory["pushed"]
 
-    def _read_pairs(self, pairs: Sequence[tuple[int, int]], pushed: int) -> dict[str, Any]:
-        """Keys and values in the slots they had: pair p of all that were ever pushed lies in slot p mod capacity."""
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        for number, count in pairs:
-            content, _ = unpack(self._memory(number))
-            keys += list(content["keys"])[-count:]
-            values += content["values"][-count:]
-        first = pushed % len(keys) if keys else 0  # slot of the oldest once the bank has gone round
-        order = [*range(len(keys) - first, len(keys)), *range(len(keys) - first)]
-        return {
-            "keys": torch.stack([keys[i] for i in order]) if keys else None,
-            "values": [values[i] for i in order],
-        }
-
-    def _forget(self, newest: int) -> None:
-        self._oldest[newest] = min((number for number, _ in self._pairs), default=newest)
-        for number in self.numbers():
-            if number <= newest - self.keep:
-                self._version(number).unlink(missing_ok=True)
-                self._oldest.pop(number, None)
-            elif number not in self._oldest:
-                self._oldest[number] = min((pair[0] for pair in self.read(number).pairs), default=number)
-        needed = min(self._oldest.values())
+    def _forget(self) -> None:
+        """Remove versions beyond the room, oldest first, and pairs that none of the others needs."""
+        needed: set[int] = set()
+        room = self.room
+        for place, number in enumerate(reversed(self.numbers())):
+            more = {pairs for pairs in self._needed(number) if pairs not in needed}
+            room -= self.size(number) + sum(_size(self._memory(pairs)) for pairs in more)
+            if place < 2 or (place < self.keep and room >= 0):
+                needed |= more
+            else:
+                self._version(number).unlink()
+                self._needs.pop(number, None)
         for number in _numbers(self.folder / "memory"):
-            if number < needed:
-                self._memory(number).unlink(missing_ok=True)
+            if number not in needed:
+                self._memory(number).unlink()
+
+    def _needed(self, number: int) -> tuple[int, ...]:
+        """The files of pairs that a version needs; none if it is damaged, for then nobody can go back to it."""
+        if number not in self._needs:
+            try:
+                described = header(_read(self._version(number)))["description"]
+                self._needs[number] = tuple(int(pairs["number"]) for pairs in described["pairs"])
+            except (StateError, ValueError, LookupError, TypeError):
+                self._needs[number] = ()
+        return self._needs[number]
+
+    def _folders(self) -> list[Path]:
+        return [folder for folder in (self.folder / "versions", self.folder / "memory") if folder.is_dir()]
 
     def _version(self, number: int) -> Path:
         return self.folder / "versions" / f"{number:06d}.safetensors"
@@ -160,13 +225,13 @@ class StateFolder:
         return self.folder / "memory" / f"{number:06d}.safetensors"
 
 
-def _latest(pairs: tuple[tuple[int, int], ...], held: int) -> tuple[tuple[int, int], ...]:
+def _latest(groups: tuple[Pairs, ...], held: int) -> tuple[Pairs, ...]:
     """The newest groups of pairs that together are `held`."""
-    kept: list[tuple[int, int]] = []
-    for number, count in reversed(pairs):
+    kept: list[Pairs] = []
+    for pairs in reversed(groups):
         if held > 0:
-            kept.append((number, min(count, held)))
-            held -= count
+            kept.append(Pairs(pairs.number, min(pairs.count, held), pairs.sha256))
+            held -= pairs.count
     return tuple(reversed(kept))
 
 
@@ -175,6 +240,10 @@ def _numbers(folder: Path) -> list[int]:
         return []
     found = (re.fullmatch(r"(\d{6,})\.safetensors", path.name) for path in folder.iterdir())
     return sorted(int(match[1]) for match in found if match)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _moving(adapter: Adapter) -> dict[str, Tensor]:
@@ -190,7 +259,7 @@ def _restore(adapter: Adapter, moving: Mapping[str, Tensor], extra: dict[str, An
     with torch.inference_mode(False), torch.no_grad():
         for name, tensor in live.items():
             tensor.copy_(moving[name])
-    device = next(iter(live.values())).device
+    device = next((parameter.device for parameter in adapter.model.parameters()), torch.device("cpu"))
     adapter.set_extra_state(_to(extra, device))
 
 
@@ -202,25 +271,41 @@ def _to(state: Any, device: torch.device) -> Any:
     return type(state)(_to(value, device) for value in state) if isinstance(state, list | tuple) else state
 
 
-def pack(state: Any, description: Mapping[str, Any]) -> bytes:
-    """Nested dictionaries and lists of tensors and plain values as one safetensors file."""
-    tensors: dict[str, Tensor] = {}
-    skeleton = _fold(state, tensors)
-    metadata = {"skeleton": json.dumps(skeleton), "description": json.dumps(description)}
-    return tensors_to_bytes(tensors, metadata)
-
-
-def unpack(path: Path) -> tuple[Any, dict[str, Any]]:
-    """Counterpart of `pack`; runs no code."""
+def _read(path: Path, sha256: str | None = None) -> bytes:
+    """A file's bytes, which must have this hash."""
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, the file is no dictionary
-        return _unfold(json.loads(metadata["skeleton"]), tensors), json.loads(metadata["description"])
+        content = path.read_bytes()
     except FileNotFoundError as error:
         raise StateError(f"{path} is missing; roll back to another version with `dltta state rollback`") from error
-    except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
-        raise StateError(f"{path} is damaged ({error}); roll back to another version") from error
+    except OSError as error:
+        raise StateError(f"{path} cannot be read ({error.strerror or error})") from error
+    if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
+        raise StateError(f"{path} was altered; roll back to another version with `dltta state rollback`")
+    return content
+
+
+def pack(state: Any, description: Mapping[str, Any]) -> bytes:
+    """Nested dictionaries and lists of tensors and plain values as one safetensors file, the same bytes every time."""
+    tensors: dict[str, Tensor] = {}
+    skeleton = _fold(state, tensors)
+    # One entry: safetensors writes several in an order of its own.
+    return tensors_to_bytes(tensors, {"dltta": json.dumps({"skeleton": skeleton, "description": description})})
+
+
+def header(content: bytes) -> dict[str, Any]:
+    """Skeleton and description of a packed file."""
+    length = int.from_bytes(content[:8], "little")
+    found: dict[str, Any] = json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["dltta"])
+    return found
+
+
+def unpack(content: bytes, path: Path) -> tuple[Any, dict[str, Any]]:
+    """Counterpart of `pack`; runs no code. `path` is named in the error."""
+    try:
+        found = header(content)
+        return _unfold(found["skeleton"], load_tensors(content)), found["description"]
+    except (SafetensorError, LookupError, ValueError, TypeError, RecursionError) as error:
+        raise StateError(f"{path} is damaged ({type(error).__name__}); roll back to another version") from error
 
 
 def _fold(value: Any, tensors: dict[str, Tensor]) -> Any:

@@ -2,48 +2,53 @@
 
 OUT/
   NAME.png …          the answers, in the images' format and geometry
-  predictions.csv     classification instead: case, answer, probability of each class
+  predictions.csv     classification instead: image, answer, probability of each class
   stream.jsonl        one line per case, hash-chained (`journal.py`)
   state/              what was learned, version by version (`state.py`)
-For each batch in this order: answers, state, log. The log's line makes it so; whatever a crash leaves without one is
-done again from the same state, and comes out the same.
+For each batch in this order: answers, state, log, table. The log's lines make it so; whatever a crash leaves without a
+line is done again from the same state, and comes out the same. A case that fails leaves no trace in the state: before
+the next one the latest version is loaded again.
 """
 
-import csv
+import errno
 import hashlib
-import io
 import json
+import math
+import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from dltta.adapter import Adapter, Step
-from dltta.config import AdaptationSettings, make_adapter
+from dltta.adapter import Adapter
+from dltta.answering import Answered, Answering, Loaded, load
+from dltta.config import WITHOUT_RATE, AdaptationSettings, make_adapter
+from dltta.data import dicom
 from dltta.data.answers import write_answer, write_probabilities
-from dltta.data.images import Geometry, Image
+from dltta.data.images import ENDINGS, ending
 from dltta.data.incoming import Incoming, digest, read_incoming
 from dltta.data.prefetch import prefetch
-from dltta.data.slices import from_slices, slice_axis
 from dltta.errors import DataError, DlttaError, InputError, NonFiniteError, SettingError, StateError
-from dltta.files import write_atomically
-from dltta.journal import Journal
-from dltta.models.opened import OpenedModel, Prepared
+from dltta.files import remove_parts, sync_folder, write_atomically
+from dltta.journal import Entry, Journal, on_disk, write_anchor
+from dltta.models.opened import OpenedModel
+from dltta.naming import Naming
 from dltta.objectives import Source
-from dltta.predictions import probabilities
+from dltta.record import Record, Table, shortest
 from dltta.state import StateFolder
 from dltta.version import __version__
-from dltta.windows import SlidingWindows, joined
 
+LOG, TABLE, STATE = "stream.jsonl", "predictions.csv", "state"
 POOL = 8  # positions per axis of the memory's keys where images differ in size
-StreamMode = Literal["continual", "image-specific", "shadow", "frozen"]
-OnError = Literal["stop", "skip"]
+PAIRS = 800  # that a classification remembers, in the paper 4 batches of 200
+FILES = (("answer", "sha256"), ("probabilities_file", "probabilities_sha256"))  # keys of a line
+MODES = ("continual", "image-specific", "shadow", "frozen")
+ON_ERROR = ("stop", "skip")
+
+CaseError: TypeAlias = DataError | InputError | NonFiniteError  # what one case can have, and the others not
+Tick = Callable[[Mapping[str, Any]], None]  # the line of a case that was dealt with
 
 
 @dataclass(frozen=True)
@@ -56,44 +61,16 @@ class StreamSettings:
 
     method: str = "tent"
     rate: str = "relative"
-    mode: StreamMode = "continual"
+    mode: Literal["continual", "image-specific", "shadow", "frozen"] = "continual"
     adaptation: AdaptationSettings = field(default_factory=AdaptationSettings)
-    on_error: OnError = "stop"
+    on_error: Literal["stop", "skip"] = "stop"
     save_probabilities: bool = False
     anonymize: bool = False
 
     def __post_init__(self) -> None:
-        for name, value, known in (
-            ("mode", self.mode, ("continual", "image-specific", "shadow", "frozen")),
-            ("on-error", self.on_error, ("stop", "skip")),
-        ):
+        for name, value, known in (("mode", self.mode, MODES), ("on-error", self.on_error, ON_ERROR)):
             if value not in known:
                 raise SettingError(f"{name} must be one of {', '.join(known)}, got {value!r}")
-
-    def deciding(self) -> dict[str, Any]:
-        """What a resumed stream must share with its beginning."""
-        chosen = {key: value for key, value in asdict(self).items() if key not in ("on_error", "save_probabilities")}
-        plain: dict[str, Any] = json.loads(json.dumps(chosen))
-        return plain
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A case that was read in advance: its hash and its image, ready for the network."""
-
-    digest: str
-    geometry: Geometry
-    parts: tuple[Prepared, ...]  # one, or one per slice
-    axis: int | None  # across which it was sliced
-
-
-@dataclass(frozen=True)
-class Answered:
-    """What the network said about one case, on the grid of its file, and how that came about."""
-
-    probabilities: Tensor  # (classes, *spatial) or (classes,)
-    step: Step
-    changed: float | None = None  # shadow: share of positions that the adapted network answers otherwise
 
 
 @dataclass
@@ -102,11 +79,32 @@ class Summary:
 
     answered: int = 0
     repeated: int = 0  # the same content under another name: answered, not learned from again
-    before: int = 0  # answered by an earlier run
+    before: int = 0  # had their answer already
     failed: list[str] = field(default_factory=list)  # one sentence each
 
 
-Tick = Callable[[Mapping[str, Any]], None]  # the line of a case that is done
+@dataclass(frozen=True)
+class Known:
+    """A case whose content was answered before; not even read."""
+
+    digest: str
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A case with content that is no image for this network."""
+
+    digest: str
+    error: DlttaError
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A case of the batch that is being put together."""
+
+    case: Incoming
+    name: str
+    loaded: Loaded
 
 
 class Stream:
@@ -114,319 +112,359 @@ class Stream:
 
     def __init__(self, opened: OpenedModel, output: Path, settings: StreamSettings, *, resume: bool = False) -> None:
         self.opened, self.output, self.settings = opened, output, settings
-        self.batch_size = settings.adaptation.for_task(opened.task).batch_size or 1
-        if opened.task == "segmentation" and self.batch_size > 1:
-            raise SettingError("segmentations are adapted image by image; leave the batch size at 1")
-        self.adapter = self._make_adapter()
-        self.trained = Adapter(opened.model, Source()) if settings.mode == "shadow" else None
-        self.folder = StateFolder(output / "state")
+        self.adaptation = _adaptation(opened, settings)
+        self.batch_size = self.adaptation.batch_size or 1
+        self.adapter = _make_adapter(opened, settings, self.adaptation)
+        trained = Adapter(opened.model, Source()) if settings.mode == "shadow" else None
+        self.answering = Answering(opened, self.adapter, trained, whole=settings.mode != "image-specific")
+        self.folder = StateFolder(output / STATE)
         self._resume = resume
-        self._version = 0
+        self._ahead = False  # whether the adapter may have seen more than its latest version on disk
+        self._open = ExitStack()
 
     def __enter__(self) -> "Stream":
-        try:
+        with on_disk(self.output):
             self.output.mkdir(parents=True, exist_ok=True)
-            self._lock = self.folder.locked()
-            self._lock.__enter__()
-        except OSError as error:
-            raise StateError(f"{self.output}: cannot be written ({error.strerror or error})") from error
-        try:
-            self._open()
-        except BaseException:
-            self._lock.__exit__(None, None, None)
-            raise
+        with ExitStack() as stack:
+            stack.enter_context(self.folder.locked())
+            self._begin()
+            self._open = stack.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._lock.__exit__(None, None, None)
+        self._open.close()
 
     def run(self, cases: Iterable[Incoming], tick: Tick = lambda line: None) -> Summary:
         """Answer every case that has no answer yet, in order."""
-        summary = Summary()
-        for batch in _batches(self._new(cases, summary, tick), self.batch_size):
-            try:
-                self._answer(batch, summary, tick)
-            except (InputError, NonFiniteError, DataError) as error:
-                for case, loaded in batch:
-                    self._fail(case, loaded, error, summary, tick)
-        return summary
+        self._summary, self._tick = Summary(), tick
+        self._batch: list[Waiting] = []
+        self._echoes: list[tuple[Incoming, str]] = []  # cases with the content of one in the batch
+        with closing(prefetch(cases, self._load, ahead=self.batch_size)) as arriving:  # type: ignore[type-var]  # it is a generator
+            for case, found in arriving:
+                self._take(case, found)
+            self._finish_batch()
+        return self._summary
 
     # before the network
 
-    def _new(self, cases: Iterable[Incoming], summary: Summary, tick: Tick) -> Iterator[tuple[Incoming, Loaded]]:
-        """Cases to be answered, read one ahead; done, repeated and broken ones are dealt with here."""
-        for case, loaded in prefetch(cases, self._load):
-            if isinstance(loaded, DlttaError):
-                self._fail(case, None, loaded, summary, tick)
-                continue
-            if self._done.get(self._name(case, loaded)) == loaded.digest:
-                summary.before += 1
-            elif self._name(case, loaded) in self._done:
-                error = DataError("was answered before with other content; give the new image another name")
-                self._fail(case, loaded, error, summary, tick)
-            elif loaded.digest in self._contents:
-                self._repeat(case, loaded, summary, tick)
-            else:
-                yield case, loaded
-
-    def _load(self, case: Incoming) -> Loaded:
-        image = read_incoming(case)
+    def _load(self, case: Incoming) -> Loaded | Known | Broken:
+        """Read a case, in the thread that reads ahead; content that was answered is not read again."""
+        if any(file.parent.resolve() == self.output.resolve() for file in case.files):
+            raise SettingError(f"{self.output} holds the images; choose another folder for the answers")
+        before = _look(case)
         found = digest(case)
-        dims, spatial = self.opened.spatial_dims, image.array.ndim - 1
-        if dims == 2 and spatial == 3 and self.opened.task == "segmentation":
-            axis = slice_axis(image.geometry)
-            return Loaded(found, image.geometry, tuple(map(self.opened.prepare, _slices(image, axis))), axis)
-        return Loaded(found, image.geometry, (self.opened.prepare(image),), None)
+        if self.record.holds(found):
+            return Known(found)
+        try:
+            loaded = load(self.opened, read_incoming(case), found)
+        except (DataError, InputError) as error:
+            return Broken(found, error)
+        if _look(case) != before:
+            return Broken(found, DataError("it changed while it was read; give it once it is complete"))
+        return loaded
 
-    def _name(self, case: Incoming, loaded: Loaded | None) -> str:
-        if not self.settings.anonymize:
-            return case.name
-        return loaded.digest[:16] if loaded is not None else hashlib.sha256(case.name.encode()).hexdigest()[:16]
+    def _take(self, case: Incoming, found: Loaded | Known | Broken | DlttaError) -> None:
+        """Deal with a case at once, or let it wait for its batch."""
+        if isinstance(found, DlttaError):
+            self._fail(case, None, found)
+        elif isinstance(found, Broken):
+            self._fail(case, found.digest, found.error)
+        elif (known := self.record.digest(self.naming.name(case, found.digest))) is not None:
+            self._again(case, found.digest, known)
+        elif self.record.holds(found.digest):
+            self._repeat(case, found.digest)
+        elif any(waiting.loaded.digest == found.digest for waiting in self._batch):
+            self._echoes.append((case, found.digest))
+        elif isinstance(found, Loaded):
+            self._wait(Waiting(case, self.naming.name(case, found.digest), found))
+        else:
+            self._fail(case, found.digest, DataError("has the content of a case that could not be used"))
+
+    def _wait(self, case: Waiting) -> None:
+        """For a batch, which is images of one shape."""
+        if self._batch and self._batch[0].loaded.shape != case.loaded.shape:
+            self._finish_batch()
+        self._batch.append(case)
+        if len(self._batch) == self.batch_size:
+            self._finish_batch()
+
+    def _finish_batch(self) -> None:
+        batch, echoes = self._batch, self._echoes
+        self._batch, self._echoes = [], []
+        if batch:
+            self._answer(batch)
+        for case, found in echoes:
+            self._take(case, Known(found))
+
+    def _again(self, case: Incoming, found: str, known: str) -> None:
+        """A name that has an answer."""
+        if found != known:
+            error = DataError("was answered before with other content; give the new image another name")
+            self._fail(case, found, error)
+        else:
+            self._summary.before += 1
+            self._tick({"case": self.naming.name(case, found)})
 
     # the network
 
-    def _answer(self, batch: list[tuple[Incoming, Loaded]], summary: Summary, tick: Tick) -> None:
+    def _answer(self, batch: Sequence[Waiting]) -> None:
+        """Answer a batch; if it fails, without those of its cases that are to blame."""
+        try:
+            self._adapt(batch)
+        except (DataError, InputError, NonFiniteError) as error:
+            blamed = self._culprits(batch, error)
+            for index, reason in blamed.items():
+                self._fail(batch[index].case, batch[index].loaded.digest, reason)
+            innocent = [case for index, case in enumerate(batch) if index not in blamed]
+            if innocent:
+                self._answer(innocent)
+
+    def _culprits(self, batch: Sequence[Waiting], error: CaseError) -> dict[int, CaseError]:
+        """The cases that fail alone too, or all of them."""
+        blamed: dict[int, CaseError] = {}
+        if len(batch) > 1:
+            self._catch_up()
+            self._ahead = True
+            blamed = {**self.answering.culprits([case.loaded for case in batch])}
+        return blamed or dict.fromkeys(range(len(batch)), error)
+
+    def _adapt(self, batch: Sequence[Waiting]) -> None:
+        """Adapt to a batch and answer it: all of this or nothing."""
+        self._catch_up()
+        self._ahead = True
         started = time.perf_counter()
-        names = [self._name(case, loaded) for case, loaded in batch]
-        if len(set(names)) < len(names):  # the same content twice in one batch
-            raise DataError(f"{names[0]}: the same image twice in a batch; remove one")
+        names, loaded = [case.name for case in batch], [case.loaded for case in batch]
         if self.opened.task == "classification":
-            answers = self._classify(names, [loaded for _, loaded in batch])
+            answers = self.answering.classify(names, loaded)
         else:
-            answers = [self._segment(names[0], batch[0][1])]
-        version = self._version + 1
-        lines = []
-        for (case, loaded), name, answered in zip(batch, names, answers, strict=True):
-            file = self._write(case, name, loaded, answered)
-            lines.append(self._line(name, loaded, answered, file, version))
-        self.folder.save(version, self.adapter, self.journal.head)
-        seconds = (time.perf_counter() - started) / len(batch)
-        self._commit([{**line, "seconds": round(seconds, 4), "of": len(batch)} for line in lines])
-        self._version = version
-        summary.answered += len(batch)
-        for line in lines:
-            tick(line)
+            answers = [self.answering.segment(names[0], loaded[0])]
+        written = [self._write(case, answered) for case, answered in zip(batch, answers, strict=True)]
+        version = self.record.version + 1
+        state = {"state": version, "state_sha256": self.folder.save(version, self.adapter)}
+        seconds = round((time.perf_counter() - started) / len(batch), 4)
+        lines = [
+            {**_line(case, answered), **files, **state, "seconds": seconds}
+            for case, answered, files in zip(batch, answers, written, strict=True)
+        ]
+        self._commit(lines)
+        self._ahead = False
+        self._summary.answered += len(batch)
 
-    def _segment(self, name: str, loaded: Loaded) -> Answered:
-        answered = [self._step(part, name) for part in loaded.parts]
-        if loaded.axis is None:
-            return answered[0]
-        volume = from_slices(torch.stack([part.probabilities for part in answered]), loaded.axis)
-        changed = [part.changed for part in answered if part.changed is not None]
-        return Answered(
-            volume, joined([part.step for part in answered]), sum(changed) / len(changed) if changed else None
-        )
-
-    def _step(self, part: Prepared, name: str) -> Answered:
-        x = part.image[None]
-        step = self._through(self.adapter, x).step(x, case=name)
-        given = probabilities(step.logits)[0].cpu()
-        changed = None
-        if self.trained is not None:
-            adapted = given.argmax(0)
-            given = probabilities(self._through(self.trained, x).step(x, case=name).logits)[0].cpu()
-            changed = (given.argmax(0) != adapted).float().mean().item()
-        return Answered(part.restore(given), step, changed)
-
-    def _through(self, adapter: Adapter, x: Tensor) -> Adapter | SlidingWindows:
-        """Whole, or window by window where the network has a window and the image is larger."""
-        window = self.opened.window
-        if window is None or tuple(x.shape[2:]) == window.size(tuple(x.shape[2:])):
-            return adapter
-        return SlidingWindows(
-            adapter,
-            window.size(tuple(x.shape[2:])),
-            window.overlap,
-            window.mode,
-            sigma_scale=window.sigma_scale,
-            padding_mode=window.padding_mode,
-            cval=window.cval,
-            whole=True,
-        )
-
-    def _classify(self, names: list[str], loaded: list[Loaded]) -> list[Answered]:
-        shapes = {tuple(item.parts[0].image.shape) for item in loaded}
-        if len(shapes) > 1:
-            raise InputError(f"images of one batch differ in shape: {sorted(shapes)}; train with one --size")
-        x = torch.stack([item.parts[0].image for item in loaded])
-        step = self.adapter.step(x, case=names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more")
-        rows = probabilities(step.logits).cpu()
-        changed: list[float | None] = [None] * len(rows)
-        if self.trained is not None:
-            given = probabilities(self.trained.step(x).logits).cpu()
-            changed = [float(a.argmax() != b.argmax()) for a, b in zip(rows, given, strict=True)]
-            rows = given
-        return [Answered(row, step, moved) for row, moved in zip(rows, changed, strict=True)]
+    def _catch_up(self) -> None:
+        """The adapter as the log says it is."""
+        if self._ahead:
+            self.folder.load(self.record.version, self.record.sha256, self.adapter)
+            self._ahead = False
 
     # after the network
 
-    def _write(self, case: Incoming, name: str, loaded: Loaded, answered: Answered) -> Path | None:
-        """The answer's file; a classification is a row of the table, made from the log."""
+    def _write(self, case: Waiting, answered: Answered) -> Entry:
+        """The answer's files and what the log says of them; a classification is a row of the table."""
         if self.opened.task == "classification":
-            return None
-        named = Incoming(name, case.files, case.kind, case.modified)
-        labels = self.opened.labels(answered.probabilities)
-        path = write_answer(self.output, named, labels.numpy(), loaded.geometry, self.opened.classes)
-        if self.settings.save_probabilities:
-            write_probabilities(self.output, named, answered.probabilities.numpy(), loaded.geometry)
-        return path
+            answer = self.opened.classes[int(self.opened.labels(answered.probabilities))]
+            image = self.naming.image(case.case, case.loaded.digest)
+            return {"image": image, "answer": answer, "probabilities": shortest(answered.probabilities.tolist())}
+        named, geometry = replace(case.case, name=case.name), case.loaded.geometry
+        labels, files = self.opened.labels(answered.probabilities), []
+        try:
+            files.append(write_answer(self.output, named, labels.numpy(), geometry, self.opened.classes))
+            if self.settings.save_probabilities:
+                files.append(write_probabilities(self.output, named, answered.probabilities.numpy(), geometry))
+        except DataError as error:
+            for file in files:
+                file.unlink()
+            if _disk(error):
+                raise StateError(f"{error}, then --resume") from error
+            raise
+        with on_disk(self.output):
+            sync_folder(self.output)
+        return _named(files)
 
-    def _line(self, name: str, loaded: Loaded, answered: Answered, file: Path | None, version: int) -> dict[str, Any]:
-        step, ruling = answered.step, answered.step.ruling
-        line: dict[str, Any] = {
-            "case": name,
-            "input": loaded.digest,
-            "loss": step.loss,
-            "discrepancy": step.discrepancy,
-            "rate": step.rate,
-            "guard": ruling.verdict if ruling is not None else None,
-            "reason": ruling.reason if ruling is not None else None,
-            "state": version,
-        }
-        if file is not None:
-            line |= {"answer": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-        else:
-            row = answered.probabilities
-            line |= {"answer": self.opened.classes[int(row.argmax())], "probabilities": [float(p) for p in row]}
-        if answered.changed is not None:
-            line["changed"] = answered.changed
-        return line
-
-    def _repeat(self, case: Incoming, loaded: Loaded, summary: Summary, tick: Tick) -> None:
+    def _repeat(self, case: Incoming, found: str) -> None:
         """The same content under another name: the same answer, and nothing is learned from it twice."""
-        first = self._contents[loaded.digest]
-        name = self._name(case, loaded)
-        line: dict[str, Any] = {"case": name, "input": loaded.digest, "repeats": first["case"], "state": self._version}
-        if self.opened.task == "classification":
-            line |= {"answer": first["answer"], "probabilities": first["probabilities"]}
-        else:
-            before = self.output / first["answer"]
-            if not before.is_file():
-                error = DataError(f"repeats {first['case']}, whose answer {before.name} is gone; put it back")
-                self._fail(case, loaded, error, summary, tick)
-                return
-            path = self.output / f"{name}{before.name.removeprefix(first['case'])}"
-            write_atomically(path, before.read_bytes())
-            line |= {"answer": path.name, "sha256": first["sha256"]}
-        self._commit([{**line, "of": 1}])
-        summary.repeated += 1
-        tick(line)
+        name, first = self.naming.name(case, found), self.record.first(found)
+        try:
+            files = self._copied(case, name, first)
+        except DataError as error:
+            self._fail(case, found, error)
+            return
+        if "image" in first:
+            files["image"] = self.naming.image(case, found)
+        self._commit([{"case": name, "input": found, "repeats": first["case"], **files, "state": self.record.version}])
+        self._summary.repeated += 1
 
-    def _fail(self, case: Incoming, loaded: Loaded | None, error: DlttaError, summary: Summary, tick: Tick) -> None:
+    def _copied(self, case: Incoming, name: str, first: Entry) -> Entry:
+        """Copies of the files of an earlier case's answer, or its row of the table."""
+        if "sha256" not in first:
+            return {key: first[key] for key in ("answer", "probabilities")}
+        copies = []
+        for key, checksum in FILES:
+            if key in first:
+                before = self.output / first[key]
+                if not before.is_file() or _sha256(before) != first[checksum]:
+                    raise DataError(f"repeats {first['case']}, whose answer {before.name} is gone; put it back")
+                copies.append(self.output / f"{name}{_ending(before.name.removeprefix(first['case']), case)}")
+                with on_disk(copies[-1]):
+                    write_atomically(copies[-1], before.read_bytes())
+        return _named(copies)
+
+    def _fail(self, case: Incoming, found: str | None, error: DlttaError) -> None:
         """Stop with the case's name, or write the failure down and go on."""
-        name = self._name(case, loaded)
-        sentence = " ".join(str(error).split())
-        text = sentence if name in sentence or self.settings.anonymize else f"{name}: {sentence}"
+        if not isinstance(error, CaseError):
+            raise error
+        name = self.naming.name(case, found)
+        sentence = self.naming.sentence(error, case, name)
         if self.settings.on_error == "stop":
-            raise type(error)(text) from error
-        summary.failed.append(text)
-        line = {"case": name, "error": type(error).__name__, "state": self._version}
-        self.journal.append([{**line, "of": 1}])
-        tick(line)
+            raise type(error)(sentence) from error
+        self._summary.failed.append(sentence)
+        line: Entry = {"case": name, "input": found, "error": type(error).__name__}
+        line |= {"reason": self.naming.reason(error, case, name), "state": self.record.version}
+        self.record.fail(line)
+        self._tick(line)
+
+    def _commit(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        self.record.append(lines)
+        if self.table is not None:
+            self.table.append(lines)
+        for line in lines:
+            self._tick(line)
 
     # the record
 
-    def _open(self) -> None:
-        path = self.output / "stream.jsonl"
-        if path.exists() and not self._resume:
+    def _begin(self) -> None:
+        """Open the log, or start one, and bring the adapter to where it ends."""
+        path = self.output / LOG
+        journal = Journal(path, self.folder.anchor)
+        if journal.size and not self._resume:
             raise SettingError(f"{self.output} already holds a stream; add --resume to continue it, or choose another")
-        self.journal = Journal(path)
-        self.journal.drop(_unfinished(self.journal.entries))
-        description = {"dltta": __version__, "network": self.opened.fingerprint, **self.settings.deciding()}
-        if not self.journal.entries:
-            self.folder.describe(description)
-            self.folder.save(0, self.adapter, self.journal.head)
-            self.journal.append([{"event": "start", "state": 0, "of": 1, **_plain(description)}])
+        remove_parts(self.output)
+        self.folder.clean()
+        wanted = self._description()
+        if journal.size:
+            _require_same(self.folder.description(), wanted, self.output)
         else:
-            _require_same(self.folder.description(), description, self.output)
-        self._version = int(self.journal.entries[-1]["state"])
-        self.folder.load(self._version, self.adapter)
-        answered = [line for line in self.journal.entries if "answer" in line]
-        self._done = {line["case"]: line["input"] for line in answered}
-        self._contents = {line["input"]: line for line in reversed(answered)}
-        self._table()
+            self._start(journal, wanted)
+        self.naming = Naming(self.folder.description().get("key"))
+        self.record = Record(journal)
+        self.table = Table(self.output / TABLE, self.opened.classes) if self.opened.task == "classification" else None
+        if self.table is not None:
+            self.table.rewrite(line.entry for line in journal)
+        with on_disk(self.folder.anchor):
+            write_anchor(self.folder.anchor, journal.head)
+        self.folder.load(self.record.version, self.record.sha256, self.adapter)
 
-    def _commit(self, lines: list[dict[str, Any]]) -> None:
-        self.journal.append(lines)
-        for line in lines:
-            self._done[line["case"]] = line["input"]
-            self._contents.setdefault(line["input"], line)
-        if self.opened.task == "classification":
-            with (self.output / "predictions.csv").open("a", newline="") as file:
-                csv.writer(file, lineterminator="\n").writerows(map(_row, lines))
+    def _start(self, journal: Journal, description: Entry) -> None:
+        _require_room(self.output)
+        key = {"key": secrets.token_hex(16)} if self.settings.anonymize else {}
+        self.folder.describe({**description, **key})
+        with on_disk(self.folder.anchor):
+            write_anchor(self.folder.anchor, journal.head)
+        first = {"state": 0, "state_sha256": self.folder.save(0, self.adapter)}
+        journal.append([{"event": "start", **description, **first}])
 
-    def _table(self) -> None:
-        """The table of a classification, made anew from the log: it has the rows that the log has."""
-        if self.opened.task != "classification":
-            return
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["case", "prediction", *self.opened.classes])
-        writer.writerows(_row(line) for line in self.journal.entries if "answer" in line)
-        write_atomically(self.output / "predictions.csv", text.getvalue())
-
-    def _one_size(self) -> bool:
-        """Whether every image reaches the network in the same size."""
-        if self.opened.window is not None and 0 not in self.opened.window.patch:
-            return True
-        checkpoint = self.opened.checkpoint
-        return checkpoint is not None and checkpoint.preprocessing.size is not None
-
-    def _make_adapter(self) -> Adapter:
-        if self.settings.mode == "frozen":
-            return Adapter(self.opened.model, Source())
-        chosen = self.settings.adaptation.for_task(self.opened.task)
-        if chosen.pool is None and not self._one_size():
-            chosen = replace(chosen, pool=POOL)
-        mode: Literal["continual", "image-specific"] = (
-            "image-specific" if self.settings.mode == "image-specific" else "continual"
-        )
-        rate = "none" if self.settings.method in ("source", "ptbn") else self.settings.rate
-        return make_adapter(self.opened, self.settings.method, rate, replace(chosen, mode=mode))
+    def _description(self) -> Entry:
+        """What a resumed stream must share with its beginning."""
+        chosen = {
+            "dltta": __version__,
+            "network": self.opened.fingerprint,
+            "task": self.opened.task,
+            "classes": self.opened.classes,
+            "window": None if self.opened.window is None else asdict(self.opened.window),
+            **{name: getattr(self.settings, name) for name in ("method", "rate", "mode", "anonymize")},
+            "adaptation": asdict(self.adaptation),
+        }
+        plain: Entry = json.loads(json.dumps(chosen))
+        return plain
 
 
-def _slices(image: Image, axis: int) -> list[Image]:
-    """The pictures of a volume (C, *spatial), cut across a spatial axis."""
-    geometry = image.geometry
-    shape = tuple(n for i, n in enumerate(geometry.shape) if i != axis)
-    spacing = None if geometry.spacing is None else tuple(s for i, s in enumerate(geometry.spacing) if i != axis)
-    flat = Geometry(geometry.kind, shape, geometry.channels, geometry.limit, spacing)
-    pictures = np.moveaxis(image.array, 1 + axis, 0)  # (slices, C, *plane)
-    return [Image(np.ascontiguousarray(picture), flat) for picture in pictures]
+def _adaptation(opened: OpenedModel, settings: StreamSettings) -> AdaptationSettings:
+    """The settings with a value for everything, as this network and these images need them."""
+    given = settings.adaptation
+    chosen = given.for_task(opened.task)
+    size = 1 if chosen.batch_size is None else chosen.batch_size
+    if size < 1 or (opened.task == "segmentation" and size > 1):
+        raise SettingError(f"a batch of {size} images cannot be; segmentations are adapted to one by one")
+    if opened.task == "classification" and given.batches_kept is None:
+        chosen = replace(chosen, batches_kept=math.ceil(PAIRS / size))
+    if chosen.pool is None and not _one_size(opened):
+        chosen = replace(chosen, pool=POOL)
+    return replace(chosen, mode="image-specific" if settings.mode == "image-specific" else "continual")
 
 
-def _batches(items: Iterator[tuple[Incoming, Loaded]], size: int) -> Iterator[list[tuple[Incoming, Loaded]]]:
-    while batch := list(islice(items, size)):
-        yield batch
+def _one_size(opened: OpenedModel) -> bool:
+    """Whether every image reaches the network in the same size."""
+    if opened.window is not None and 0 not in opened.window.patch:
+        return True
+    return opened.checkpoint is not None and opened.checkpoint.preprocessing.size is not None
 
 
-def _unfinished(entries: list[dict[str, Any]]) -> int:
-    """How many lines at the end belong to a batch that a crash cut off."""
-    if not entries:
-        return 0
-    last = entries[-1]
-    same = 0
-    for line in reversed(entries):
-        if line["of"] == last["of"] > 1 and line["state"] == last["state"]:
-            same += 1
-        else:
-            break
-    return same % int(last["of"])
+def _make_adapter(opened: OpenedModel, settings: StreamSettings, adaptation: AdaptationSettings) -> Adapter:
+    if settings.mode == "frozen":
+        return Adapter(opened.model, Source())
+    rate = "none" if settings.method in WITHOUT_RATE else settings.rate
+    return make_adapter(opened, settings.method, rate, adaptation)
+
+
+def _line(case: Waiting, answered: Answered) -> Entry:
+    """How an answer came about."""
+    step, ruling = answered.step, answered.step.ruling
+    line: Entry = {
+        "case": case.name,
+        "input": case.loaded.digest,
+        "loss": step.loss,
+        "discrepancy": step.discrepancy,
+        "rate": step.rate,
+        "guard": None if ruling is None else ruling.verdict,
+        "reason": None if ruling is None else ruling.reason,
+    }
+    return line if answered.changed is None else {**line, "changed": answered.changed}
+
+
+def _named(files: Sequence[Path]) -> Entry:
+    """What the log says of an answer's files."""
+    entry: Entry = {}
+    for (key, checksum), file in zip(FILES, files, strict=False):
+        entry |= {key: file.name, checksum: _sha256(file)}
+    return entry
+
+
+def _ending(of: str, case: Incoming) -> str:
+    """The ending of an answer like another one: that of this case's file where both are of one format."""
+    own = ending(case.files[0])
+    return own if own is not None and of in ENDINGS and ENDINGS[own] == ENDINGS[of] else of
+
+
+def _look(case: Incoming) -> list[tuple[int, int]]:
+    """What changes while a file is being written."""
+    try:
+        return [(status.st_size, status.st_mtime_ns) for status in (file.stat() for file in case.files)]
+    except OSError:  # gone: reading it will say so
+        return []
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _disk(error: DataError) -> bool:
+    """Whether the disk is to blame for an answer that cannot be written, and not the case and its long name."""
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno != errno.ENAMETOOLONG
+
+
+def _require_room(output: Path) -> None:
+    """A new stream must not write over what somebody else has put there."""
+    foreign = (*ENDINGS, *dicom.ENDINGS, ".npz")
+    there = [path.name for path in output.iterdir() if path.name.lower().endswith(foreign) or path.name == TABLE]
+    if there:
+        raise SettingError(f"{output} holds {min(there)}, which is not ours; choose an empty folder for the answers")
 
 
 def _require_same(found: Mapping[str, Any], wanted: Mapping[str, Any], output: Path) -> None:
-    for key in wanted:
-        if key != "dltta" and found.get(key) != wanted[key]:
-            what = "the network" if key == "network" else f"{key} {found.get(key)}"
-            now = "another one" if key == "network" else str(wanted[key])
+    for key, value in wanted.items():
+        if isinstance(value, Mapping) and isinstance(found.get(key), Mapping):
+            _require_same(found[key], value, output)
+        elif key != "dltta" and found.get(key) != value:
+            begun, now = ("another network", "this one") if key == "network" else (f"{key} {found.get(key)}", value)
             raise StateError(
-                f"{output} was begun with {what}, not {now}; resume with the same, or choose another folder"
+                f"{output} was begun with {begun}, not {now}; resume with the same, or choose another folder"
             )
-
-
-def _plain(description: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in description.items() if key != "adaptation"}
-
-
-def _row(line: Mapping[str, Any]) -> list[Any]:
-    return [line["case"], line["answer"], *(f"{p:.6f}" for p in line["probabilities"])]

@@ -1,7 +1,7 @@
 """6 update, 7 prediction. Volumes larger than the network's patch: every window is one step of the stream."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal, Protocol
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dltta.adapter import Step, Update
 from dltta.errors import InputError, SettingError
-from dltta.guard import Verdict
+from dltta.guard import Ruling, Verdict
 
 GRAVITY: tuple[Verdict, ...] = ("accepted", "skipped", "rolled back", "source")
 
@@ -32,7 +32,8 @@ class SlidingWindows:
     network goes on from window to window, so a window that raises leaves the adapter as the windows before it made it.
     `mode` weighs overlapping windows alike or by a gaussian; padding and its value are MONAI's. With `whole` the answer
     is a second walk over the image with the network as the last window left it: no seams between early and late
-    windows, for one more pass each.
+    windows, for one more pass each. There is none where nothing was learned, nor where the guard answered a window with
+    the source network.
     """
 
     adapter: Stepping
@@ -66,7 +67,7 @@ class SlidingWindows:
         blended = self._over(x, adapt)
         together = joined(taken)
         by_source = together.ruling is not None and together.ruling.verdict == "source"
-        if self.whole and len(taken) > 1 and not by_source:
+        if self.whole and len(taken) > 1 and together.updates and not by_source:
             blended = self._over(x, lambda window: self.adapter.answer(window).to(window.device))
         return Step(blended, together.updates, together.ruling)
 
@@ -90,9 +91,19 @@ def joined(steps: Sequence[Step]) -> Step:
 
     The logits are those of the last part.
     """
+    return Step(steps[-1].logits, _mean_update([step.updates[0] for step in steps if step.updates]), _gravest(steps))
+
+
+def _gravest(steps: Sequence[Step]) -> Ruling | None:
+    """The first of the gravest rulings; its reason says for how many parts there was one like it."""
     rulings = [step.ruling for step in steps if step.ruling is not None]
-    gravest = max(rulings, key=lambda ruling: GRAVITY.index(ruling.verdict), default=None)
-    return Step(steps[-1].logits, _mean_update([step.updates[0] for step in steps if step.updates]), gravest)
+    if not rulings:
+        return None
+    gravest = max(rulings, key=lambda ruling: GRAVITY.index(ruling.verdict))
+    if len(rulings) == 1 or gravest.reason is None:
+        return gravest
+    alike = sum(ruling.verdict == gravest.verdict for ruling in rulings)
+    return replace(gravest, reason=f"{gravest.reason} ({alike} of {len(rulings)} parts {gravest.verdict})")
 
 
 def _mean_update(updates: Sequence[Update]) -> tuple[Update, ...]:

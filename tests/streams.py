@@ -1,0 +1,99 @@
+"""Small streams of image files, what they leave behind, and processes that end in the middle of them."""
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image as Pillow
+
+from dltta.config import AdaptationSettings
+from dltta.data.images import Image
+from dltta.data.incoming import find_incoming
+from dltta.models.opened import OpenedModel, Prepared, fingerprint
+from dltta.stream import Stream, StreamSettings
+from networks import Classifier, Segmenter, trained
+
+SEGMENTS, CLASSES = ("background", "a", "b"), ("x", "y", "z")
+
+
+def segmenter(**changes) -> OpenedModel:
+    """A network that takes one channel divided by 255."""
+    return _opened({"model": trained(Segmenter()), "task": "segmentation", "classes": SEGMENTS, **changes})
+
+
+def classifier(**changes) -> OpenedModel:
+    return _opened({"model": trained(Classifier()), "task": "classification", "classes": CLASSES, **changes})
+
+
+def _opened(given) -> OpenedModel:
+    usual = {"prepare": prepare, "spatial_dims": 2, "in_channels": 1, "kind": "factory", "name": "small"}
+    return OpenedModel(**{"fingerprint": fingerprint({}, given["model"]), **usual, **given})
+
+
+def prepare(image: Image) -> Prepared:
+    return Prepared(torch.from_numpy(image.array) / 255, lambda probability: probability)
+
+
+def pictures(folder: Path, count: int, size=(8, 12), seed=0) -> Path:
+    """Grey PNG files case_0.png, case_1.png …, brighter and brighter."""
+    random = np.random.default_rng(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    for index in range(count):
+        values = random.integers(0, 200, size) + 5 * index
+        Pillow.fromarray(values.astype(np.uint8)).save(folder / f"case_{index}.png")
+    return folder
+
+
+def settings(**changes) -> StreamSettings:
+    """Everything on that has a state of its own: memory, relative rate, guard, momentum of the optimizer."""
+    known = {"alpha": 0.05, "batches_kept": 3, "neighbors": 2, "ready": "neighbors", "optimizer": "adam", "guard": True}
+    names = set(AdaptationSettings.__dataclass_fields__) - {"mode"}
+    inner = {key: changes.pop(key) for key in list(changes) if key in names}
+    return StreamSettings(adaptation=AdaptationSettings(**{**known, **inner}), **changes)
+
+
+def run(opened, images, output, *, resume=False, tick=lambda line: None, **changes):
+    """One run over a folder or a list of cases; what it did."""
+    cases = find_incoming(images) if isinstance(images, Path) else images
+    with Stream(opened, output, settings(**changes), resume=resume) as stream:
+        return stream.run(cases, tick)
+
+
+def lines(output: Path) -> list[dict]:
+    return [json.loads(line) for line in (output / "stream.jsonl").read_bytes().splitlines()]
+
+
+def told(output: Path) -> list[dict]:
+    """The log without what differs from run to run."""
+    return [{key: v for key, v in line.items() if key not in ("seconds", "previous", "hash")} for line in lines(output)]
+
+
+def left(output: Path) -> dict:
+    """All that a stream leaves: the log as `told`, the bytes of every other file but the anchor, which is a hash."""
+    files = (path for path in sorted(output.rglob("*")) if path.is_file() and path.name not in ("stream.jsonl", "head"))
+    return {"log": told(output), **{str(path.relative_to(output)): path.read_bytes() for path in files}}
+
+
+def child(work) -> int:
+    """The exit code of a process that does the work and ends at once, negative for a signal."""
+    process = start(work)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def start(work) -> int:
+    """The id of a process that does the work."""
+    process = os.fork()
+    if process:
+        return process
+    try:
+        work()
+        os._exit(0)
+    except SystemExit as end:
+        os._exit(end.code or 0)
+    except BaseException:
+        traceback.print_exc(file=sys.__stderr__)
+        os._exit(99)
