@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -58,6 +58,7 @@ from dltta.files import write_atomically
 from dltta.objectives import Objective, Tent
 from dltta.predictions import entropy
 from dltta.training import TrainingSettings
+from dltta.uda import cyclegan, style, swav, udas
 
 Bed = Literal["oct", "histology", "prostate"]
 TASKS: dict[Bed, Task] = {"oct": "segmentation", "histology": "classification", "prostate": "segmentation"}
@@ -77,22 +78,12 @@ WITH_TARGET: dict[Bed, tuple[str, ...]] = {  # rows of methods that learn with t
     "histology": ("uda-swav",),
     "prostate": ("udas",),
 }
-REDUCED: dict[Bed, dict[str, dict[str, object]]] = {  # on phantoms: a minute or two on two cores
-    "oct": {
-        "uda-st": {"iterations": 10, "start": "source", "epochs": 3},
-        "cyclegan": {
-            "epochs": 8, "learning_rate": 1e-3, "width": 16, "blocks": 3, "discriminator_width": 16, "crop": (64, 64),
-        },
-        "udas": {"epochs": 4, "discriminator_rate": 1e-3, "width": 16},
-    },
-    "histology": {
-        "uda-swav": {
-            "epochs": 4, "batch_size": 32, "optimizer": "sgd", "learning_rate": 0.05, "prototypes": 10, "hidden": 128,
-            "small_views": 2,
-        },
-    },
-    "prostate": {"udas": {"epochs": 3, "discriminator_rate": 1e-3, "width": 8}},
-}  # fmt: skip
+REDUCED: dict[str, dict[str, Any]] = {  # on phantoms: a minute or two for each target on two cores
+    "uda-st": style.PHANTOM,
+    "cyclegan": cyclegan.PHANTOM,
+    "udas": udas.PHANTOM,
+    "uda-swav": swav.PHANTOM,
+}
 
 PROSTATE_TARGETS = tuple(site for letter, site in SITES.items() if letter != "A")
 
@@ -146,7 +137,7 @@ def base_experiment(bed: Bed, setup: Setup) -> Experiment:
         base,
         work=str(setup.folder(f"work/{bed}{_other_than_usual(setup)}")),
         methods=METHODS if setup.test_time_only else (*METHODS, *WITH_TARGET[bed]),
-        uda=REDUCED[bed] if setup.data is None else {},
+        uda={method: REDUCED[method] for method in WITH_TARGET[bed]} if setup.data is None else {},
         seeds=setup.seeds,
         examples=EXAMPLES,
         training=training,

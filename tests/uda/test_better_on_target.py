@@ -41,11 +41,11 @@ class OtherDisplay:
     def __getitem__(self, index):
         case = self.dataset[index]
         noise = torch.randn(case.image.shape, generator=torch.Generator().manual_seed(index))
-        return replace(case, site=self.site, image=(0.2 + 0.7 * case.image**0.5 + 0.04 * noise).clip(0, 1))
+        return replace(case, site=self.site, image=(0.1 + 0.8 * case.image**0.7 + 0.04 * noise).clip(0, 1))
 
 
 def settings(seed):
-    return TrainingSettings(epochs=12, batch_size=4, learning_rate=3e-3, validation=0.125, seed=seed)
+    return TrainingSettings(epochs=30, batch_size=4, learning_rate=3e-3, validation=0.125, seed=seed)
 
 
 @pytest.fixture(scope="module")
@@ -92,5 +92,5 @@ def test_it_is_better_than_no_adaptation(method, sources, tmp_path):
         before, after = dice(source.model, away), dice(training.run().model, away)
         print(f"{method.name} seed {seed}: {before:.3f} -> {after:.3f}")
         gains.append(after - before)
-    assert min(gains) > 0.05
-    assert fmean(gains) > 0.1
+    assert min(gains) > 0.1
+    assert fmean(gains) > 0.2

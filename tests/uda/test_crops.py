@@ -74,10 +74,19 @@ def test_jitter_changes_every_image_by_its_own_factors(monkeypatch):
     images = torch.rand(2, 1, 4, 4) + 0.5
     draws = iter([torch.tensor([2.0, 1.0]), torch.tensor([0.5, 1.0])])  # brightness, contrast
     monkeypatch.setattr(crops, "_uniform", lambda *_: next(draws).view(2, 1, 1, 1))
-    first, second = jitter(images, seeded())
+    first, second = jitter(images, 1.0, seeded())
     brighter = 2 * images[0]
     assert torch.allclose(first, brighter.mean() + 0.5 * (brighter - brighter.mean()))
     assert torch.allclose(second, images[1])
+
+
+def test_jitter_has_a_strength():
+    images = torch.rand(200, 3, 4, 4)
+    means = {strength: jitter(images, strength, seeded()).mean(dim=(1, 2, 3)) for strength in (0.0, 0.5, 1.0)}
+    changed = {strength: (mean / images.mean(dim=(1, 2, 3)) - 1).abs().max() for strength, mean in means.items()}
+    assert torch.allclose(jitter(images, 0.0, seeded()), images, atol=1e-6)
+    assert 0.35 < changed[0.5] < 0.45  # half of 0.8
+    assert 0.7 < changed[1.0] < 0.85
 
 
 def test_light_of_colors_is_weighted():

@@ -23,11 +23,15 @@ LUMA = (0.299, 0.587, 0.114)
 
 @dataclass(frozen=True)
 class Crops:
-    """Views of one kind: how many, their size in pixels, and the share of the image's area that they show."""
+    """Views of one kind: how many, their size in pixels, the share of the image's area that they show.
+
+    `strength` multiplies the changes of brightness, contrast, saturation and hue.
+    """
 
     count: int
     size: tuple[int, int]
     scale: tuple[float, float]
+    strength: float = 1.0
 
 
 def views(images: Tensor, kind: Crops, generator: torch.Generator) -> Tensor:
@@ -37,7 +41,7 @@ def views(images: Tensor, kind: Crops, generator: torch.Generator) -> Tensor:
 
 def _view(images: Tensor, kind: Crops, generator: torch.Generator) -> Tensor:
     view = random_part(images, kind.size, kind.scale, generator)
-    view = torch.where(_chance("jitter", view, generator), jitter(view, generator), view)
+    view = torch.where(_chance("jitter", view, generator), jitter(view, kind.strength, generator), view)
     if view.shape[1] == 3:
         view = torch.where(_chance("grey", view, generator), grey(view).expand_as(view), view)
     blurred = blur(view, _uniform(BLUR, view, generator) * max(kind.size))
@@ -59,9 +63,9 @@ def random_part(
     return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
 
 
-def jitter(images: Tensor, generator: torch.Generator) -> Tensor:
+def jitter(images: Tensor, strength: float, generator: torch.Generator) -> Tensor:
     """Other brightness and contrast and, where there are three channels, other saturation and hue."""
-    factors = (1 - JITTER, 1 + JITTER)
+    factors = (1 - strength * JITTER, 1 + strength * JITTER)
     images = images * _uniform(factors, images, generator)
     mean = grey(images).mean(dim=(1, 2, 3), keepdim=True)
     images = mean + (images - mean) * _uniform(factors, images, generator)
@@ -69,7 +73,7 @@ def jitter(images: Tensor, generator: torch.Generator) -> Tensor:
         return images
     light = grey(images)
     images = light + (images - light) * _uniform(factors, images, generator)
-    return turn_hue(images, 2 * math.pi * _uniform((-HUE, HUE), images, generator))
+    return turn_hue(images, 2 * math.pi * strength * _uniform((-HUE, HUE), images, generator))
 
 
 def grey(images: Tensor) -> Tensor:

@@ -26,6 +26,16 @@ from dltta.uda.training import Parts, UDATraining, frozen, set_rate
 
 UNUSED = torch.tensor(0)  # in place of labels, which translation does not need
 
+# For a few dozen images on two cores: narrow networks, small crops, few steps at a larger rate.
+PHANTOM: dict[str, Any] = {
+    "epochs": 8,
+    "learning_rate": 1e-3,
+    "width": 16,
+    "blocks": 3,
+    "discriminator_width": 16,
+    "crop": (64, 64),
+}
+
 
 @dataclass(frozen=True)
 class CycleGAN:

@@ -38,6 +38,7 @@ from dltta.training.fit import Batch, Losses, Plan
 from dltta.uda.training import UDATraining
 
 WEIGHTS = {"vgg19": 1e4, "encoder": 1e6}  # of style over content
+PHANTOM: dict[str, Any] = {"iterations": 15, "start": "source", "epochs": 4}  # a minute for 40 images on two cores
 ROUNDS = 10  # parts in which images are restyled; after each the training can be resumed
 
 
@@ -57,13 +58,13 @@ class StyleTransfer:
     optimizer: Literal["lbfgs", "adam"] = "lbfgs"  # the paper's
     start: Literal["new", "source"] = "new"  # the network that is trained on restyled images
     epochs: int | None = None  # of that training; None: as many as for the source network
-    name: ClassVar[str] = "style"
+    name: ClassVar[str] = "uda-st"
 
     def __post_init__(self) -> None:
         if self.direction not in ("to-target", "to-source"):
-            raise SettingError(f"direction of style must be 'to-target' or 'to-source', got {self.direction!r}")
+            raise SettingError(f"direction of uda-st must be 'to-target' or 'to-source', got {self.direction!r}")
         if self.start not in ("new", "source"):
-            raise SettingError(f"start of style must be 'new' or 'source', got {self.start!r}")
+            raise SettingError(f"start of uda-st must be 'new' or 'source', got {self.start!r}")
         _ = self.restyling  # which checks the rest
 
     @property
@@ -105,7 +106,7 @@ class StyleTransfer:
         targets = training.domains.target.images
         learner = Restyler(self.restyling, perception, images, targets, couples(len(images), len(targets), seed))
         rounds = min(ROUNDS, len(images))
-        training.learn(learner, Rounds(len(images), rounds), Plan(self.name, rounds, 1, 1.0, seed))
+        training.learn(learner, Rounds(len(images), rounds), Plan("style", rounds, 1, 1.0, seed))
         changed = [
             replace(case, image=learner.restyled[number], label=training.preprocessing.label(case.label))
             for number, case in enumerate(cases)

@@ -25,6 +25,22 @@ from dltta.uda.training import Parts, UDATraining, set_rate
 CODED = 2  # views that the others predict: the large ones
 SMALLEST_VIEW = 32  # pixels; a DenseNet halves them five times
 
+# For a few hundred small images on two cores. A network that begins with random weights sees little in common in two
+# views: the scores of large views correlate by 0.05, those of large and small ones by less. Where that is below
+# epsilon / temperature, all predictions become uniform; so epsilon is small here, colors change less, and there are no
+# small views. Chosen by the loss, without labels.
+PHANTOM: dict[str, Any] = {
+    "epochs": 20,
+    "batch_size": 32,
+    "optimizer": "sgd",
+    "learning_rate": 0.05,
+    "epsilon": 0.003,
+    "hidden": 128,
+    "large_scale": (0.5, 1.0),
+    "small_views": 0,
+    "jitter": 0.7,
+}
+
 
 @dataclass(frozen=True)
 class SwAV:
@@ -53,23 +69,24 @@ class SwAV:
     small_views: int = 4
     small_size: float = 1.0  # as a share of the image's
     small_scale: tuple[float, float] = (0.14, 1.0)
+    jitter: float = 1.0  # how strongly colors change, 1 as in Caron et al.
     queue: int = 0
     queue_epoch: int = 15
-    name: ClassVar[str] = "swav"
+    name: ClassVar[str] = "uda-swav"
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "prototypes", "features", "hidden", "sinkhorn"):
             if getattr(self, name) < 1:
-                raise SettingError(f"{name} of swav must be at least 1, got {getattr(self, name)}")
+                raise SettingError(f"{name} of uda-swav must be at least 1, got {getattr(self, name)}")
         for name in ("temperature", "epsilon", "small_size"):
             if getattr(self, name) <= 0:
-                raise SettingError(f"{name} of swav must be positive, got {getattr(self, name)}")
+                raise SettingError(f"{name} of uda-swav must be positive, got {getattr(self, name)}")
         for name in ("large_scale", "small_scale"):
             low, high = getattr(self, name)
             if not 0 < low <= high <= 1:
-                raise SettingError(f"{name} of swav must rise within 0 and 1, got {low} and {high}")
+                raise SettingError(f"{name} of uda-swav must rise within 0 and 1, got {low} and {high}")
         if self.optimizer not in ("lars", "sgd"):
-            raise SettingError(f"optimizer of swav must be 'lars' or 'sgd', got {self.optimizer!r}")
+            raise SettingError(f"optimizer of uda-swav must be 'lars' or 'sgd', got {self.optimizer!r}")
 
     @property
     def first_rate(self) -> float:
@@ -77,17 +94,18 @@ class SwAV:
 
     def train(self, training: UDATraining, /) -> Checkpoint:
         if training.task != "classification" or training.spatial_dims != 2:
-            raise SettingError(f"swav is for classification of 2-D images, not for {training.task}")
+            raise SettingError(f"uda-swav is for classification of 2-D images, not for {training.task} in {training.spatial_dims}-D")
         network, seed = training.network(), training.settings.seed
         source = [image for image, _ in training.domains.source.pairs]
         images = WholeBatches([*source, *training.domains.target.images], self.batch_size, seed)
-        if min(side for kind in self.kinds(images[0].shape[1:]) for side in kind.size) < SMALLEST_VIEW:
+        smallest = min(side for kind in self.kinds(images[0].shape[1:]) for side in kind.size)
+        if smallest < SMALLEST_VIEW:
             raise SettingError(
-                f"views of swav must have {SMALLEST_VIEW} pixels on each side, images of {tuple(images[0].shape[1:])} "
-                f"give less with small_size {self.small_size}; choose a larger share or larger images"
+                f"a view of uda-swav would have {smallest} pixels on a side, less than {SMALLEST_VIEW}; "
+                "choose a larger small_size or give --size"
             )
         learner = self.learner(network, images, training.device, seed)
-        training.learn(learner, images, Plan(self.name, self.epochs, self.batch_size, self.first_rate, seed))
+        training.learn(learner, images, Plan("swav", self.epochs, self.batch_size, self.first_rate, seed))
         trained = training.train_source(training.sites, "supervised", network)
         return training.checkpoint(trained.model, history=trained.record["history"])
 
@@ -100,11 +118,12 @@ class SwAV:
             clusters = Clusters(trunk(network), width, self.hidden, self.features, self.prototypes)
         return Pretraining(self, clusters.to(device))
 
-    def kinds(self, size: Sequence[int]) -> tuple[Crops, Crops]:
-        """The large and the small views of images of this size."""
+    def kinds(self, size: Sequence[int]) -> list[Crops]:
+        """The large views of images of this size, which come first, and the small ones."""
         height, width = size
         small = round(self.small_size * height), round(self.small_size * width)
-        return Crops(CODED, (height, width), self.large_scale), Crops(self.small_views, small, self.small_scale)
+        large = Crops(CODED, (height, width), self.large_scale, self.jitter)
+        return [large, Crops(self.small_views, small, self.small_scale, self.jitter)][: 2 if self.small_views else 1]
 
 
 class WholeBatches:
@@ -142,7 +161,7 @@ def trunk(network: nn.Module) -> nn.Sequential:
     features, head = getattr(network, "features", None), getattr(network, "class_layers", None)
     if not isinstance(features, nn.Module) or not isinstance(head, nn.Sequential):
         raise SettingError(
-            f"swav takes a DenseNet, not a {type(network).__name__}; choose densenet121 or densenet_small"
+            f"uda-swav takes a DenseNet, not a {type(network).__name__}; choose densenet121 or densenet_small"
         )
     return nn.Sequential(features, *list(head)[:-1])
 
@@ -256,7 +275,7 @@ class Pretraining:
             self.clusters.prototypes.weight.grad = None
         self.optimizer.step()
         self.queue.push(torch.stack(features[:CODED]).detach())
-        return {self.settings.name: loss.item()}
+        return {"swav": loss.item()}
 
     def codes(self, scores: Sequence[Tensor], *, past: bool) -> list[Tensor]:
         """Of each coded view; `past` images in the queue help to balance the prototypes, once there are enough."""
@@ -275,8 +294,7 @@ class Pretraining:
         features: list[Tensor] = []
         scores: list[Tensor] = []
         for kind in self.settings.kinds(images.shape[2:]):
-            if kind.count:
-                seen, likeness = self.clusters(views(images, kind, generator))
-                features += seen.chunk(kind.count)
-                scores += likeness.chunk(kind.count)
+            seen, likeness = self.clusters(views(images, kind, generator))
+            features += seen.chunk(kind.count)
+            scores += likeness.chunk(kind.count)
         return features, scores
