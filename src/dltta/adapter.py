@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -15,7 +16,7 @@ from dltta.errors import DlttaError, InputError, NonFiniteError, NothingToAdaptE
 from dltta.memory import MemoryBank
 from dltta.models.features import Seen, find_layer, forward_pass, forward_with_features
 from dltta.objectives.objective import Objective, Preparation
-from dltta.predictions import probabilities
+from dltta.predictions import all_finite, probabilities
 from dltta.rates import LearningRate
 
 Mode = Literal["continual", "image-specific"]
@@ -185,7 +186,7 @@ class Adapter(nn.Module):
             raise InputError(f"images must be a floating-point tensor, got {found}; scale them as in training")
         if x.ndim < 2 or x.numel() == 0:
             raise InputError(f"images must be a non-empty batch (B, C, *spatial), got shape {tuple(x.shape)}")
-        if not x.isfinite().all():
+        if not all_finite(x):
             raise InputError(f"{(~x.isfinite()).sum().item()} of {x.numel()} input values are NaN or infinite")
         device, dtype = _placement(self.model)
         x = x.detach().to(device, dtype)
@@ -206,7 +207,7 @@ class Adapter(nn.Module):
         except (RuntimeError, ValueError, IndexError) as error:
             reason = str(error).strip().splitlines()[0]
             raise InputError(f"the network cannot take images of shape {tuple(x.shape[1:])}: {reason}") from error
-        if not seen.logits.isfinite().all():
+        if not all_finite(seen.logits):
             raise NonFiniteError("the prediction has NaN or infinite values")
         if len(seen.logits) != len(x):
             raise InputError(f"the network answers a batch of {len(x)} with {len(seen.logits)} predictions")
@@ -238,7 +239,7 @@ class Adapter(nn.Module):
             raise NonFiniteError(f"the loss is {loss.item()}")
         with torch.autocast(x.device.type, enabled=False):
             gradients = torch.autograd.grad(loss, self._adapted, allow_unused=True)
-        if not all(gradient.isfinite().all() for gradient in gradients if gradient is not None):
+        if not all(all_finite(gradient) for gradient in gradients if gradient is not None):
             raise NonFiniteError("the gradient has NaN or infinite values")
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -329,7 +330,7 @@ def _load(part: object, state: dict[str, Any] | None) -> None:
 
 def _placement(model: nn.Module) -> tuple[torch.device, torch.dtype]:
     """Device and floating-point type of the network."""
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in chain(model.parameters(), model.buffers()):
         if tensor.is_floating_point():
             return tensor.device, tensor.dtype
     return torch.device("cpu"), torch.float32
