@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dltta.discrepancy import batch_discrepancy
 from dltta.errors import DlttaError, InputError, NonFiniteError, NothingToAdaptError, SettingError, StateError
 from dltta.memory import MemoryBank
+from dltta.models.fast import speed_up
 from dltta.models.features import Seen, find_layer, forward_pass, forward_with_features
 from dltta.objectives.objective import Objective, Preparation
 from dltta.predictions import all_finite, probabilities
@@ -21,6 +22,7 @@ from dltta.rates import LearningRate
 
 Mode = Literal["continual", "image-specific"]
 Predict = Literal["after", "before"]
+Layout = Literal["auto", "given"]
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -66,7 +68,8 @@ class Adapter(nn.Module):
     `optimizer` makes the optimizer from the parameters (plain SGD is Eq. (2)); its learning rate is owned by `rate`.
     `steps` gradient steps are taken per batch. `mode="image-specific"` returns network and optimizer to the source
     before every batch; the memory goes on. `predict="before"` answers from the pass before the last update and saves
-    the pass after it.
+    the pass after it. `layout="auto"` makes the network faster where that was measured to help (convolutions on a CPU:
+    weights channels-last), which changes answers by rounding; `layout="given"` leaves it as it is.
 
     A step that raises leaves everything as it was. `train()` and `eval()` do not reach the network: it always runs in
     evaluation mode, as the objective prepared it.
@@ -83,12 +86,18 @@ class Adapter(nn.Module):
         steps: int = 1,
         mode: Mode = "continual",
         predict: Predict = "after",
+        layout: Layout = "auto",
     ) -> None:
         super().__init__()
-        _check_settings(objective, rate, memory, steps, mode, predict)
+        _check_settings(objective, rate, memory, steps, mode, predict, layout)
         with torch.inference_mode(False):
             self.model = copy.deepcopy(model).requires_grad_(False).eval()
             self.objective = copy.deepcopy(objective)
+            if layout == "auto":
+                speed_up(self.model)
+                for part in getattr(self.objective, "__dict__", {}).values():
+                    if isinstance(part, nn.Module):
+                        speed_up(part)
             self.rate = copy.deepcopy(rate)
             self.memory = copy.deepcopy(memory)
             self.steps = steps if isinstance(objective, Objective) else 0
@@ -142,7 +151,7 @@ class Adapter(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Everything that a resumed stream needs, as a snapshot: later steps do not change it."""
-        return copy.deepcopy(super().state_dict(*args, **kwargs))
+        return _in_given_layout(copy.deepcopy(super().state_dict(*args, **kwargs)))
 
     def get_extra_state(self) -> dict[str, Any]:
         return self._extra_state()
@@ -328,6 +337,16 @@ def _load(part: object, state: dict[str, Any] | None) -> None:
         part.load_state_dict(copy.deepcopy(state))
 
 
+def _in_given_layout(state: Any) -> Any:
+    """The state with every tensor in it contiguous, as files want it, however the network is computed."""
+    if isinstance(state, Tensor):
+        return state.contiguous()
+    if isinstance(state, dict):
+        for key, value in state.items():
+            state[key] = _in_given_layout(value)
+    return state
+
+
 def _placement(model: nn.Module) -> tuple[torch.device, torch.dtype]:
     """Device and floating-point type of the network."""
     for tensor in chain(model.parameters(), model.buffers()):
@@ -337,7 +356,13 @@ def _placement(model: nn.Module) -> tuple[torch.device, torch.dtype]:
 
 
 def _check_settings(
-    objective: object, rate: LearningRate | None, memory: MemoryBank | None, steps: int, mode: str, predict: str
+    objective: object,
+    rate: LearningRate | None,
+    memory: MemoryBank | None,
+    steps: int,
+    mode: str,
+    predict: str,
+    layout: str,
 ) -> None:
     name = type(objective).__name__
     if not isinstance(objective, Objective | Preparation):
@@ -358,3 +383,5 @@ def _check_settings(
         raise SettingError(f"mode must be 'continual' or 'image-specific', got {mode!r}")
     if predict not in ("after", "before"):
         raise SettingError(f"predict must be 'after' or 'before', got {predict!r}")
+    if layout not in ("auto", "given"):
+        raise SettingError(f"layout must be 'auto' or 'given', got {layout!r}")

@@ -120,4 +120,4 @@ def _logits(output: Any) -> Tensor:
         )
     if output.ndim < 2:
         raise InputError(f"logits must be (B, C, *positions), the network gave {tuple(output.shape)}")
-    return output
+    return output.contiguous()
