@@ -11,7 +11,7 @@ ROOT = Path(dltta.__file__).parent
 RANK = [
     {"version", "errors", "files"},
     {"data"},
-    {"predictions", "discrepancy"},
+    {"predictions", "discrepancy", "neighbors"},
     {"models"},
     {"objectives"},
     {"memory", "rates", "guard"},

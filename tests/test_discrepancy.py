@@ -47,3 +47,16 @@ def test_agrees_with_the_slow_reference_and_is_symmetric(values):
     slow = 0.5 * (reference.kl(p.tolist(), q.tolist()) + reference.kl(q.tolist(), p.tolist()))
     assert symmetric_kl(p[None], q[None]).item() == pytest.approx(slow, abs=1e-9)
     assert symmetric_kl(p[None], q[None]).item() == symmetric_kl(q[None], p[None]).item()
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (200, 2), (3, 5, 7), (1, 11, 40, 300), (2, 3, 300, 200), (1, 2, 40, 40, 40)])
+def test_cutting_into_pieces_changes_nothing(shape):
+    p, q = (torch.randn(shape).mul(4).softmax(1) for _ in range(2))
+    slow = 0.5 * ((p.double() - q.double()) * (p.double().log() - q.double().log())).sum(1)
+    torch.testing.assert_close(symmetric_kl(p, q).double(), slow.reshape(len(p), -1).mean(1), rtol=1e-6, atol=1e-7)
+
+
+def test_discrepancy_can_be_differentiated():
+    logits = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    other = torch.randn(2, 3, 4, dtype=torch.float64).softmax(1)
+    assert torch.autograd.gradcheck(lambda z: symmetric_kl(z.softmax(1), other), logits)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import tensor
 
-from dltta.predictions import entropy, probabilities
+from dltta.predictions import all_finite, entropy, probabilities
 
 
 def test_two_logits_by_hand():
@@ -35,3 +35,36 @@ def test_narrow_types_are_widened_and_wide_ones_kept(dtype, answer):
     logits = torch.zeros(1, 2, dtype=dtype)
     assert probabilities(logits).dtype == answer
     assert entropy(logits).dtype == answer
+
+
+def slow_entropy(logits):
+    """Step by step, so that autograd finds the derivative by itself."""
+    if logits.shape[1] == 1:
+        p = torch.cat([1 - logits.sigmoid(), logits.sigmoid()], dim=1)
+    else:
+        p = logits.exp() / logits.exp().sum(dim=1, keepdim=True)
+    return -(p * p.log()).sum(dim=1)
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (2, 1, 5), (1, 11, 6, 7), (2, 2, 3, 4, 5)])
+def test_entropy_and_its_gradient_agree_with_the_slow_way(shape):
+    logits = (3 * torch.randn(shape, dtype=torch.float64)).requires_grad_()
+    weights = torch.randn(slow_entropy(logits).shape, dtype=torch.float64)
+    torch.testing.assert_close(entropy(logits), slow_entropy(logits))
+    [expected] = torch.autograd.grad((weights * slow_entropy(logits)).sum(), logits)
+    [gradient] = torch.autograd.grad((weights * entropy(logits)).sum(), logits)
+    torch.testing.assert_close(gradient, expected)
+    assert torch.autograd.gradcheck(entropy, logits)
+    assert torch.autograd.gradgradcheck(entropy, logits)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("place", [0, 77, 1000])
+def test_one_value_that_is_not_finite_is_seen(value, dtype, place):
+    tensor = torch.randn(7, 11, 13).to(dtype)
+    assert all_finite(tensor)
+    assert all_finite(tensor[:0])
+    tensor.view(-1)[place] = value
+    assert not all_finite(tensor)
+    assert not all_finite(tensor.transpose(0, 2))

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -15,14 +16,16 @@ from dltta.discrepancy import batch_discrepancy
 from dltta.errors import DlttaError, InputError, NonFiniteError, NothingToAdaptError, SettingError, StateError
 from dltta.guard import Evidence, Guard, Ruling, Verdict
 from dltta.memory import MemoryBank
+from dltta.models.fast import speed_up
 from dltta.models.features import Seen, find_layer, forward_pass, forward_with_features
 from dltta.models.statistics import carrying_layers
 from dltta.objectives.objective import Objective, Preparation
-from dltta.predictions import probabilities
+from dltta.predictions import all_finite, probabilities
 from dltta.rates import LearningRate
 
 Mode = Literal["continual", "image-specific"]
 Predict = Literal["after", "before"]
+Layout = Literal["auto", "given"]
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -71,6 +74,8 @@ class Adapter(nn.Module):
     before every batch; the memory goes on. `predict="before"` answers from the pass before the last update and saves
     the pass after it. `guard` may undo an update or answer with the network as it was given (`Step.ruling`), for the
     price of two more passes.
+    `layout="auto"` makes the network faster where that was measured to help (convolutions on a CPU:
+    weights channels-last), which changes answers by rounding; `layout="given"` leaves it as it is.
 
     A step that raises leaves everything as it was. `train()` and `eval()` do not reach the network: it always runs in
     evaluation mode, as the objective prepared it.
@@ -88,12 +93,18 @@ class Adapter(nn.Module):
         mode: Mode = "continual",
         predict: Predict = "after",
         guard: Guard | None = None,
+        layout: Layout = "auto",
     ) -> None:
         super().__init__()
-        _check_settings(objective, rate, memory, steps, mode, predict)
+        _check_settings(objective, rate, memory, steps, mode, predict, layout)
         with torch.inference_mode(False):
             self.model = copy.deepcopy(model).requires_grad_(False).eval()
             self.objective = copy.deepcopy(objective)
+            if layout == "auto":
+                speed_up(self.model)
+                for part in getattr(self.objective, "__dict__", {}).values():
+                    if isinstance(part, nn.Module):
+                        speed_up(part)
             self.rate = copy.deepcopy(rate)
             self.memory = copy.deepcopy(memory)
             self.steps = steps if isinstance(objective, Objective) else 0
@@ -193,7 +204,7 @@ class Adapter(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Everything that a resumed stream needs, as a snapshot: later steps do not change it."""
-        return copy.deepcopy(super().state_dict(*args, **kwargs))
+        return _in_given_layout(copy.deepcopy(super().state_dict(*args, **kwargs)))
 
     def get_extra_state(self) -> dict[str, Any]:
         return self._extra_state()
@@ -253,7 +264,7 @@ class Adapter(nn.Module):
             raise InputError(f"images must be a floating-point tensor, got {found}; scale them as in training")
         if x.ndim < 2 or x.numel() == 0:
             raise InputError(f"images must be a non-empty batch (B, C, *spatial), got shape {tuple(x.shape)}")
-        if not x.isfinite().all():
+        if not all_finite(x):
             raise InputError(f"{(~x.isfinite()).sum().item()} of {x.numel()} input values are NaN or infinite")
         device, dtype = _placement(self.model)
         x = x.detach().to(device, dtype)
@@ -274,7 +285,7 @@ class Adapter(nn.Module):
         except (RuntimeError, ValueError, IndexError) as error:
             reason = str(error).strip().splitlines()[0]
             raise InputError(f"the network cannot take images of shape {tuple(x.shape[1:])}: {reason}") from error
-        if not seen.logits.isfinite().all():
+        if not all_finite(seen.logits):
             raise NonFiniteError("the prediction has NaN or infinite values")
         if len(seen.logits) != len(x):
             raise InputError(f"the network answers a batch of {len(x)} with {len(seen.logits)} predictions")
@@ -306,7 +317,7 @@ class Adapter(nn.Module):
             raise NonFiniteError(f"the loss is {loss.item()}")
         with torch.autocast(x.device.type, enabled=False):
             gradients = torch.autograd.grad(loss, self._adapted, allow_unused=True)
-        if not all(gradient.isfinite().all() for gradient in gradients if gradient is not None):
+        if not all(all_finite(gradient) for gradient in gradients if gradient is not None):
             raise NonFiniteError("the gradient has NaN or infinite values")
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -419,16 +430,32 @@ def _length(parts: Iterable[Tensor]) -> float:
     return math.sqrt(sum(part.square().sum().item() for part in parts))
 
 
+def _in_given_layout(state: Any) -> Any:
+    """The state with every tensor in it contiguous, as files want it, however the network is computed."""
+    if isinstance(state, Tensor):
+        return state.contiguous()
+    if isinstance(state, dict):
+        for key, value in state.items():
+            state[key] = _in_given_layout(value)
+    return state
+
+
 def _placement(model: nn.Module) -> tuple[torch.device, torch.dtype]:
     """Device and floating-point type of the network."""
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in chain(model.parameters(), model.buffers()):
         if tensor.is_floating_point():
             return tensor.device, tensor.dtype
     return torch.device("cpu"), torch.float32
 
 
 def _check_settings(
-    objective: object, rate: LearningRate | None, memory: MemoryBank | None, steps: int, mode: str, predict: str
+    objective: object,
+    rate: LearningRate | None,
+    memory: MemoryBank | None,
+    steps: int,
+    mode: str,
+    predict: str,
+    layout: str,
 ) -> None:
     name = type(objective).__name__
     if not isinstance(objective, Objective | Preparation):
@@ -449,3 +476,5 @@ def _check_settings(
         raise SettingError(f"mode must be 'continual' or 'image-specific', got {mode!r}")
     if predict not in ("after", "before"):
         raise SettingError(f"predict must be 'after' or 'before', got {predict!r}")
+    if layout not in ("auto", "given"):
+        raise SettingError(f"layout must be 'auto' or 'given', got {layout!r}")

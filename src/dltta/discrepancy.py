@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+SMALLEST = torch.finfo(torch.float32).tiny
+PIECE = 1 << 16  # elements
+
 
 def symmetric_kl(prediction: Tensor, reference: Tensor) -> Tensor:
     """Half the sum of the two Kullback-Leibler divergences, one value per sample — Eq. (4).
@@ -11,12 +14,23 @@ def symmetric_kl(prediction: Tensor, reference: Tensor) -> Tensor:
     does not grow with the size of the image. ½ (KL(p‖q) + KL(q‖p)) is evaluated as ½ Σ (p − q)(log p − log q).
     A probability that underflowed to zero counts as the smallest normal float32: the divergence stays finite.
     """
-    smallest = torch.finfo(torch.float32).tiny
-    p, q = prediction.clamp_min(smallest), reference.clamp_min(smallest)
-    divergence = 0.5 * ((p - q) * (p.log() - q.log())).sum(dim=1)  # (B, *positions)
-    return divergence.flatten(1).mean(dim=1) if divergence.ndim > 1 else divergence
+    p, q = prediction.flatten(1), reference.flatten(1)
+    total = p.new_zeros(len(p))
+    for part, other in zip(_pieces(p), _pieces(q), strict=True):
+        total = total + _log(part).sub_(_log(other)).mul_(part - other).sum(dim=1)
+    return 0.5 * total / prediction.shape[2:].numel()
 
 
 def batch_discrepancy(prediction: Tensor, reference: Tensor) -> float:
     """The mean of the samples' discrepancies — Eq. (5)."""
     return symmetric_kl(prediction, reference).mean().item()
+
+
+def _pieces(rows: Tensor) -> tuple[Tensor, ...]:
+    """Cut along the second axis, so that what is computed from a piece stays in the processor's cache."""
+    pieces: tuple[Tensor, ...] = rows.split(max(1, PIECE // len(rows)), dim=1)
+    return pieces
+
+
+def _log(probability: Tensor) -> Tensor:
+    return probability.clamp_min(SMALLEST).log_()

@@ -1,6 +1,7 @@
 """4 memory. What was predicted before for images like this one?"""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -8,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dltta.errors import InputError, SettingError, StateError
+from dltta.neighbors import Distance as Distance
+from dltta.neighbors import nearest, squared_lengths
 
-Distance = Literal["l2", "cosine"]
 Ready = Literal["full", "neighbors"]
 
 
@@ -25,7 +27,8 @@ class MemoryBank:
     different size can share a bank, and a prediction is compared only with predictions of its own shape. Without
     `pool` a second size is an error. One bank belongs to one adapter.
 
-    Its size in bytes is capacity × (key elements + value elements) × bytes per element (`nbytes`).
+    Its size in bytes is capacity × (key elements + value elements) × bytes per element (`nbytes`), allocated once; four
+    bytes per pair for the length of its key come on top.
     """
 
     def __init__(
@@ -59,7 +62,8 @@ class MemoryBank:
     def clear(self) -> None:
         """Forget every pair; the storage is allocated anew by the next push."""
         self._keys: Tensor | None = None  # (capacity, key elements): slot i holds key i
-        self._values: list[Tensor] = []  # slot i holds value i, (C, *positions)
+        self._squares: Tensor | None = None  # (capacity,): the keys' squared lengths
+        self._values: Tensor | list[Tensor] = []  # slot i holds value i, (C, *positions); a list once shapes may differ
         self._pushed = 0  # pairs ever pushed; the next goes to slot _pushed mod capacity
 
     def __len__(self) -> int:
@@ -68,7 +72,8 @@ class MemoryBank:
     @property
     def nbytes(self) -> int:
         """Bytes held by keys and values."""
-        return sum(value.nbytes for value in self._values) + (0 if self._keys is None else self._keys.nbytes)
+        values = [self._values] if isinstance(self._values, Tensor) else self._values
+        return sum(value.nbytes for value in values) + (0 if self._keys is None else self._keys.nbytes)
 
     def recall(self, features: Tensor, shape: Sequence[int] | None = None) -> Tensor | None:
         """The mean prediction of the nearest neighbors of each sample, (B, C, *positions) — Eq. (3).
@@ -76,44 +81,48 @@ class MemoryBank:
         `shape` (C, *positions) is that of the prediction to compare with; the newest one's unless given. None is
         answered while the bank is not ready: too few pairs altogether, or too few of this shape.
         """
-        if self._keys is None or len(self) < (self.capacity if self.ready == "full" else self.neighbors):
+        if self._keys is None or self._squares is None:
             return None
-        wanted = self._newest().shape if shape is None else torch.Size(shape)
-        slots = [slot for slot, value in enumerate(self._values) if value.shape == wanted]
+        if len(self) < (self.capacity if self.ready == "full" else self.neighbors):
+            return None
+        slots = self._slots_of(self._newest_shape() if shape is None else torch.Size(shape))
         if len(slots) < self.neighbors:
             return None
-        held = self._keys[: len(self)] if len(slots) == len(self) else self._keys[slots]
-        nearest = self._distances(self._flatten(features), held).topk(self.neighbors, largest=False).indices
-        return torch.stack([self._mean_value([slots[i] for i in row]) for row in nearest.tolist()])
+        everything = len(slots) == len(self)
+        keys = self._keys[: len(self)] if everything else self._keys[slots]
+        squares = self._squares[: len(self)] if everything else self._squares[slots]
+        rows = nearest(self._flatten(features), keys, squares, self.neighbors, self.distance)
+        return self._mean(rows if everything else torch.tensor(slots, device=rows.device)[rows])
 
     def push(self, features: Tensor, predictions: Tensor) -> None:
         """Add one pair per sample; when the bank is full each takes the place of the oldest."""
-        keys = self._flatten(features)
-        if self._keys is None:
-            self._keys = keys.new_zeros((self.capacity, keys.shape[1]), dtype=self.dtype or keys.dtype)
-        for key, value in zip(keys, predictions.detach(), strict=True):
-            slot = self._pushed % self.capacity
-            self._keys[slot] = key
-            if slot == len(self._values):
-                self._values.append(value.to(self.dtype or value.dtype, copy=True))
-            elif self._values[slot].shape == value.shape:
-                self._values[slot].copy_(value)
-            else:
-                self._values[slot] = value.to(self.dtype or value.dtype, copy=True)
-            self._pushed += 1
+        self.check(features, predictions)
+        keys, values = self._flatten(features), predictions.detach()
+        if self._keys is None or self._squares is None:
+            self._keys, self._squares, self._values = self._storage(keys, values)
+        for samples, slots in _runs(len(keys), self._pushed, self.capacity):
+            self._keys[slots] = keys[samples]
+            self._squares[slots] = squared_lengths(self._keys[slots])
+            if isinstance(self._values, Tensor):
+                self._values[slots] = values[samples]
+        if isinstance(self._values, list):
+            for number, value in enumerate(values, start=self._pushed):
+                slot = number % self.capacity
+                self._values[slot : slot + 1] = [value.to(self.dtype or value.dtype, copy=True)]
+        self._pushed += len(keys)
 
     def check(self, features: Tensor, prediction: Tensor) -> None:
         """Raise `InputError` unless this batch's features and prediction can be compared with what is held."""
-        elements = self._flatten(features).shape[1]
+        elements = self._flatten(features[:0]).shape[1] if self.pool is not None else features[0].numel()
         if self._keys is not None and elements != self._keys.shape[1]:
             raise InputError(
                 f"the features have {elements} elements but those in memory have {self._keys.shape[1]}; "
                 "images of different size need MemoryBank(pool=…) or one common size"
             )
-        if self.pool is None and self._values and self._newest().shape != prediction.shape[1:]:
+        if self.pool is None and len(self) and self._newest_shape() != prediction.shape[1:]:
             raise InputError(
                 f"the prediction has shape {tuple(prediction.shape[1:])} but those in memory "
-                f"{tuple(self._newest().shape)}; "
+                f"{tuple(self._newest_shape())}; "
                 "images of different size need MemoryBank(pool=…) or one common size"
             )
 
@@ -123,7 +132,7 @@ class MemoryBank:
             "layer": self.layer,
             "pushed": self._pushed,
             "keys": None if self._keys is None else self._keys[: len(self)].clone(),
-            "values": [value.clone() for value in self._values],
+            "values": [value.clone() for value in self._values[: len(self)]],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -135,22 +144,45 @@ class MemoryBank:
         pairs = len(state["values"])
         if pairs != min(state["pushed"], self.capacity):
             raise StateError(f"the saved memory of {pairs} pairs does not fit a bank of capacity {self.capacity}")
+        if self.pool is None and len({value.shape for value in state["values"]}) > 1:
+            raise StateError("the saved memory holds predictions of several shapes, which needs MemoryBank(pool=…)")
         self.clear()
         self.layer = state["layer"] or self.layer
         self._pushed = state["pushed"]
-        if state["keys"] is not None:
-            self._keys = state["keys"].new_zeros((self.capacity, state["keys"].shape[1]))
-            self._keys[:pairs] = state["keys"]
-        self._values = [value.clone() for value in state["values"]]
+        if state["keys"] is None:
+            return
+        self._keys, self._squares, self._values = self._storage(state["keys"], state["values"][0][None])
+        self._keys[:pairs] = state["keys"]
+        self._squares[:pairs] = squared_lengths(state["keys"])
+        if isinstance(self._values, Tensor):
+            self._values[:pairs] = torch.stack(state["values"])
+        else:
+            self._values = [value.clone() for value in state["values"]]
 
     def to(self, device: torch.device) -> "MemoryBank":
         """Move what is held to a device."""
-        self._keys = None if self._keys is None else self._keys.to(device)
-        self._values = [value.to(device) for value in self._values]
+        if self._keys is not None and self._squares is not None:
+            self._keys, self._squares = self._keys.to(device), self._squares.to(device)
+        values = self._values
+        self._values = values.to(device) if isinstance(values, Tensor) else [value.to(device) for value in values]
         return self
 
-    def _newest(self) -> Tensor:
-        return self._values[(self._pushed - 1) % self.capacity]
+    def _storage(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor | list[Tensor]]:
+        """Room for `capacity` pairs like these; values that may differ in shape are kept one by one."""
+        room = keys.new_empty((self.capacity, keys.shape[1]), dtype=self.dtype or keys.dtype)
+        squares = squared_lengths(keys[:0]).new_empty(self.capacity)
+        if self.pool is not None:
+            return room, squares, []
+        return room, squares, values.new_empty((self.capacity, *values.shape[1:]), dtype=self.dtype or values.dtype)
+
+    def _newest_shape(self) -> torch.Size:
+        return self._values[(self._pushed - 1) % self.capacity].shape
+
+    def _slots_of(self, shape: torch.Size) -> Sequence[int]:
+        """The slots whose value has this shape."""
+        if isinstance(self._values, Tensor):
+            return range(len(self)) if self._values.shape[1:] == shape else []
+        return [slot for slot, value in enumerate(self._values) if value.shape == shape]
 
     def _flatten(self, features: Tensor) -> Tensor:
         features = features.detach()
@@ -158,18 +190,41 @@ class MemoryBank:
             features = _average_pool(features, self.pool)
         return features.flatten(1)
 
-    def _distances(self, keys: Tensor, held: Tensor) -> Tensor:
-        """From each sample (B, D) to each held key (K, D), in float32 or finer: (B, K)."""
-        wide = torch.promote_types(keys.dtype, torch.float32)
-        keys, held = keys.to(wide), held.to(wide)
-        if self.distance == "cosine":
-            return 1 - F.normalize(keys, dim=1) @ F.normalize(held, dim=1).T
-        # The matrix-product form of the distance loses digits to cancellation; this one does not.
-        return torch.cdist(keys, held, compute_mode="donot_use_mm_for_euclid_dist")
+    def _mean(self, slots: Tensor) -> Tensor:
+        """Over the slots (B, D) of each sample, in float32 or finer: (B, C, *positions)."""
+        values = self._values
+        if isinstance(values, Tensor) and values.dtype in (torch.float32, torch.float64):
+            return _mean_rows(values, slots)
+        return torch.stack([_mean([values[slot] for slot in row]) for row in slots.tolist()])
 
-    def _mean_value(self, slots: list[int]) -> Tensor:
-        values = torch.stack([self._values[slot] for slot in slots])
-        return values.to(torch.promote_types(values.dtype, torch.float32)).mean(dim=0)
+
+def _runs(count: int, pushed: int, capacity: int) -> Iterator[tuple[slice, slice]]:
+    """Which of `count` samples go to which slots, one after the other, after so many were pushed."""
+    sample = 0
+    while sample < count:
+        slot = (pushed + sample) % capacity
+        length = min(count - sample, capacity - slot)
+        yield slice(sample, sample + length), slice(slot, slot + length)
+        sample += length
+
+
+def _mean_rows(values: Tensor, rows: Tensor) -> Tensor:
+    """Mean of the rows (B, D) of values (K, …), without copying them out first.
+
+    Long rows are cut into parts, each a row of its own, which share the processor's cores.
+    """
+    parts = math.gcd(values[0].numel(), 64)
+    table = values.view(len(values) * parts, -1)
+    bags = rows[:, None, :] * parts + torch.arange(parts, device=rows.device)[:, None]  # (B, parts, D)
+    return F.embedding_bag(bags.flatten(0, 1), table, mode="mean").view(len(rows), *values.shape[1:])
+
+
+def _mean(values: Sequence[Tensor]) -> Tensor:
+    """Mean of tensors of one shape, in float32 or finer; added up one by one."""
+    total = values[0].to(torch.promote_types(values[0].dtype, torch.float32), copy=True)
+    for value in values[1:]:
+        total += value
+    return total.div_(len(values))
 
 
 def _average_pool(features: Tensor, positions: int | Sequence[int]) -> Tensor:

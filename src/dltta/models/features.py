@@ -23,10 +23,12 @@ class Seen:
 
 def find_layer(model: nn.Module, name: str) -> nn.Module:
     """The layer of that name; a wrong name answers with the nearest right ones."""
-    layers: dict[str, nn.Module] = dict(model.named_modules())
-    if name and name in layers:
-        return layers[name]
-    names = [layer for layer in layers if layer]
+    try:
+        if name:
+            return model.get_submodule(name)
+    except AttributeError:
+        pass
+    names = [layer for layer, _ in model.named_modules() if layer]
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names[:3]
     raise LayerNotFoundError(
         f"{type(model).__name__} has no layer {name!r}; did you mean {' or '.join(map(repr, close))}?"
@@ -118,4 +120,4 @@ def _logits(output: Any) -> Tensor:
         )
     if output.ndim < 2:
         raise InputError(f"logits must be (B, C, *positions), the network gave {tuple(output.shape)}")
-    return output
+    return output.contiguous()

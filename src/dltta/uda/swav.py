@@ -94,7 +94,9 @@ class SwAV:
 
     def train(self, training: UDATraining, /) -> Checkpoint:
         if training.task != "classification" or training.spatial_dims != 2:
-            raise SettingError(f"uda-swav is for classification of 2-D images, not for {training.task} in {training.spatial_dims}-D")
+            raise SettingError(
+                f"uda-swav is for classification of 2-D images, not for {training.task} in {training.spatial_dims}-D"
+            )
         network, seed = training.network(), training.settings.seed
         source = [image for image, _ in training.domains.source.pairs]
         images = WholeBatches([*source, *training.domains.target.images], self.batch_size, seed)
