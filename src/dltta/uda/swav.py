@@ -30,7 +30,7 @@ SMALLEST_VIEW = 32  # pixels; a DenseNet halves them five times
 # epsilon / temperature, all predictions become uniform; so epsilon is small here, colors change less, and there are no
 # small views. Chosen by the loss, without labels.
 PHANTOM: dict[str, Any] = {
-    "epochs": 20,
+    "epochs": 16,
     "batch_size": 32,
     "optimizer": "sgd",
     "learning_rate": 0.05,
@@ -94,7 +94,9 @@ class SwAV:
 
     def train(self, training: UDATraining, /) -> Checkpoint:
         if training.task != "classification" or training.spatial_dims != 2:
-            raise SettingError(f"uda-swav is for classification of 2-D images, not for {training.task} in {training.spatial_dims}-D")
+            raise SettingError(
+                f"uda-swav is for classification of 2-D images, not for {training.task} in {training.spatial_dims}-D"
+            )
         network, seed = training.network(), training.settings.seed
         source = [image for image, _ in training.domains.source.pairs]
         images = WholeBatches([*source, *training.domains.target.images], self.batch_size, seed)
