@@ -30,7 +30,7 @@ SMALLEST_VIEW = 32  # pixels; a DenseNet halves them five times
 # epsilon / temperature, all predictions become uniform; so epsilon is small here, colors change less, and there are no
 # small views. Chosen by the loss, without labels.
 PHANTOM: dict[str, Any] = {
-    "epochs": 20,
+    "epochs": 16,
     "batch_size": 32,
     "optimizer": "sgd",
     "learning_rate": 0.05,

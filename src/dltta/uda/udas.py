@@ -25,8 +25,8 @@ from dltta.training.task import TaskLoss
 from dltta.uda.domains import Images
 from dltta.uda.training import Parts, UDATraining, frozen, set_rate
 
-# For a few dozen images on two cores. In so few steps the discriminator learns nothing at its usual rate: its loss stays
-# at log 2, and the network has nothing to follow.
+# For a few dozen images on two cores. In so few steps the discriminator learns nothing at its usual rate: its loss
+# stays at log 2, and the network has nothing to follow.
 PHANTOM: dict[str, Any] = {"epochs": 8, "discriminator_rate": 1e-3, "width": 16}
 
 
