@@ -93,7 +93,22 @@ def start(work) -> int:
         work()
         os._exit(0)
     except SystemExit as end:
+        sys.stderr.flush()
         os._exit(end.code or 0)
     except BaseException:
         traceback.print_exc(file=sys.__stderr__)
         os._exit(99)
+
+
+def typed(monkeypatch, capsys, *arguments):
+    """Exit code, standard output and standard error of `dltta …`."""
+    from dltta import cli
+
+    monkeypatch.setattr(sys, "argv", ["dltta", *map(str, arguments)])
+    code = 0
+    try:
+        cli.main()
+    except SystemExit as end:
+        code = end.code or 0
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err

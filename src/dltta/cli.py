@@ -64,6 +64,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     help="Test-time adaptation for medical images that chooses how much to adapt to each image.",
 )
+INTERRUPTED = 130  # what typer makes of Ctrl-C
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps …")]
 Json = Annotated[bool, typer.Option("--json", help="Print a machine-readable result.")]
 
@@ -103,16 +104,16 @@ LEARNING, ARRIVING, SAFETY = "What is learned", "Which images, and when", "What 
 def main() -> None:
     """The entry point: a mistake is one line and exit code 2; anything that is not one keeps its traceback."""
     try:
-        sys.exit(app(standalone_mode=False))
+        code = app(standalone_mode=False)
     except DlttaError as error:
         _fail(_one_line(error))
     except typer.TyperException as error:
         if message := error.format_message():
             _fail(f"{message} Try --help.")
         sys.exit(2)  # nothing was asked, and help has been shown
-    except KeyboardInterrupt:
+    if code == INTERRUPTED:
         screen.print("interrupted; the same command continues where it stopped, adapt and train with --resume")
-        sys.exit(130)
+    sys.exit(code)
 
 
 def _fail(message: str) -> None:

@@ -133,12 +133,12 @@ def _intact(text: bytes) -> Entry | None:
 def read_anchor(path: Path) -> str | None:
     """The hash of the last line when it was written; None if there is none, as when a crash came before the first."""
     try:
-        found = path.read_text("ascii", errors="replace").strip()
+        found = re.fullmatch(rb"([0-9a-f]{64})\n", path.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
         raise StateError(f"{path} cannot be read ({error.strerror or error})") from error
-    return found if re.fullmatch(r"[0-9a-f]{64}", found) else None
+    return found[1].decode() if found else None
 
 
 def write_anchor(path: Path, head: str) -> None:

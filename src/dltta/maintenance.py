@@ -20,6 +20,8 @@ from dltta.record import Record, Table
 from dltta.state import StateFolder, Version
 from dltta.stream import FILES, LOG, STATE, TABLE
 
+ADDED = ("event", "state", "state_sha256", "of", "previous", "hash")  # to the settings, in the first line
+
 
 @dataclass(frozen=True)
 class Listed:
@@ -197,8 +199,8 @@ def _settings(folder: StateFolder, begun: Entry) -> Iterator[str]:
     except StateError as error:
         yield str(error)
         return
-    told = {key: value for key, value in begun.items() if key in found}
-    if not found or {key: value for key, value in found.items() if key != "key"} != told:
+    found.pop("key", None)
+    if found != {key: value for key, value in begun.items() if key not in ADDED}:
         yield f"{folder.folder / 'stream.json'} was altered"
 
 
