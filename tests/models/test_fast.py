@@ -14,8 +14,11 @@ from dltta.models.autoencoders import UNET_LEVELS, AutoEncoders, Watch
 from dltta.models.fast import speed_up
 from dltta.models.rotation import RotationHead
 from dltta.models.shared import shared_parameters
+from dltta.models.unet import unet
 from dltta.objectives import ATTA, PTBN, TTT, Source, Tent
 from networks import stream, trained
+
+FEATURES = (4, 8, 16, 32, 64, 4)
 
 
 def instance(axes):
@@ -188,3 +191,14 @@ def test_the_saved_state_is_contiguous_and_resumes_bit_for_bit():
 def test_an_unknown_layout_is_refused():
     with pytest.raises(SettingError, match="layout must be 'auto' or 'given', got 'nhwc'"):
         Adapter(networks.Segmenter(), Tent(), Fixed(0.1), layout="nhwc")
+
+
+def test_activations_in_place_change_neither_answer_nor_gradient_of_the_paper_unet():
+    outcomes = []
+    for make in (unet, lambda *shape, width: nets.BasicUNet(*shape, FEATURES, act="relu", norm="batch")):
+        torch.manual_seed(0)
+        model = make(2, 1, 3, width=4).train()
+        answer = model(torch.linspace(-1, 1, 2 * 32 * 32).view(2, 1, 32, 32))
+        answer.square().mean().backward()
+        outcomes.append([answer, *(parameter.grad for parameter in model.parameters())])
+    assert all(map(torch.equal, *outcomes))

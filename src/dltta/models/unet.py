@@ -12,6 +12,12 @@ def unet(spatial_dims: int, in_channels: int, classes: int, *, width: int = 16) 
     """
     features = (width, 2 * width, 4 * width, 8 * width, 16 * width, width)
     network: nn.Module = BasicUNet(
-        spatial_dims, in_channels, classes, features, act="relu", norm="batch", upsample="deconv"
+        spatial_dims,
+        in_channels,
+        classes,
+        features,
+        act=("relu", {"inplace": True}),  # nothing else reads what a normalization layer gives
+        norm="batch",
+        upsample="deconv",
     )
     return network
