@@ -8,9 +8,13 @@ import torch
 
 import networks
 from dltta import Adapter, Fixed, Limits, MemoryBank, Proportional, SourceGuard
+from dltta.config import make_guard
 from dltta.errors import InputError, NonFiniteError, SettingError
-from dltta.guard import Evidence, beyond, entropy, marginal
-from dltta.objectives import Tent
+from dltta.guard import Evidence, Look, Ruling, beyond, changed, entropy, marginal, together
+from dltta.models.calibration import Calibration
+from dltta.models.statistics import Running
+from dltta.objectives import PTBN, Tent
+from dltta.training.calibration import calibrate
 from networks import stream, trained
 
 IMAGES = stream((1, 1, 8, 8), 6)
@@ -40,13 +44,34 @@ def test_beyond_is_the_distance_in_log_odds_of_the_worst_class():
     assert beyond(torch.tensor([0.95, 0.05]), None) == 0
 
 
+def test_changed_is_the_share_of_the_marked_positions_that_are_marked_otherwise():
+    answer, other = binary(0.9, 0.9, 0.9, 0.1, 0.1, 0.1, 0.1, 0.1), binary(0.6, 0.6, 0.4, 0.6, 0.1, 0.1, 0.1, 0.2)
+    assert changed(answer, other) == 2 / 4  # four positions are marked by either, two of them by one alone
+    assert changed(answer, answer) == 0
+    assert changed(binary(0.1, 0.2), binary(0.3, 0.4)) == 0  # nothing is marked
+
+
+def test_changed_counts_another_class_as_a_change():
+    answer = torch.tensor([[[0.1, 0.1], [0.8, 0.8], [0.1, 0.1]]])  # class 1 twice
+    other = torch.tensor([[[0.1, 0.1], [0.8, 0.2], [0.1, 0.7]]])  # class 1, class 2
+    assert changed(answer, other) == 1 / 2
+
+
+def test_changed_is_the_probability_that_changed_hands_for_whole_images():
+    answer, other = torch.tensor([[0.9, 0.1], [0.5, 0.5]]), torch.tensor([[0.7, 0.3], [0.5, 0.5]])
+    assert changed(answer, other) == pytest.approx(0.1)
+
+
 @pytest.mark.parametrize(
     ("found", "reason"),
     [
         (evidence(binary(0.1, 0.9)), None),
         (evidence(binary(0.1, 0.9), rate=2.0), "rate 2 above 1"),
         (evidence(binary(0.1, 0.9), drift=0.6), "parameters moved by 0.6 of their length"),
-        (evidence(binary(0.1, 0.9), unmoved=binary(0.9, 0.1)), "answer moved by"),
+        (evidence(binary(0.1, 0.9), unmoved=binary(0.9, 0.9)), "0.5 of the answer changed, limit 0.02"),
+        (evidence(binary(0.1, 0.6), unmoved=binary(0.4, 0.9)), None),  # less sure, but the same
+        (evidence(torch.tensor([[0.4, 0.6]]), torch.tensor([[0.6, 0.4]])), "0.2 of the answer changed, limit 0.1"),
+        (evidence(torch.tensor([[0.45, 0.55]]), torch.tensor([[0.52, 0.48]])), None),
         (evidence(binary(0.99, 0.98), source=binary(0.3, 0.2)), "a class takes a share"),
         (evidence(binary(0.001, 0.002), source=binary(0.2, 0.4)), "a class takes a share"),
     ],
@@ -67,16 +92,128 @@ def test_collapse_is_seen_without_calibration():
     assert reason.startswith("entropy of the mean answer")
 
 
+MEASURED = {
+    "shares": [[0.5, 0.9], [0.1, 0.5]],
+    "strangeness": {"first": 3.0, "usual": 2.0, "negative": 101.0},
+    "doubt": {"median": 0.5, "usual": 0.6, "shuffled": 0.9},
+}
+
+
 def test_limits_come_from_source_images():
-    limits = Limits.calibrated({"jitter": 0.3, "shares": [[0.5, 0.9], [0.1, 0.5]]})
-    assert limits.divergence == 0.3
+    limits = Limits.calibrated(MEASURED)
     assert limits.shares == ((0.5, 0.9), (0.1, 0.5))
-    assert Limits.calibrated({"jitter": 0.0, "shares": [[0, 1]]}).divergence == 0.01
+    assert limits.home == (3.0, 2.0)
+    assert limits.far == 51.0  # halfway from 1 to the negatives
+    assert limits.doubt == pytest.approx(0.7)  # halfway to shuffled pixels
+
+
+def test_what_happens_at_home_is_never_too_far():
+    tame = MEASURED | {"strangeness": {"first": 3.0, "usual": 2.0, "negative": 1.5}}
+    sure = MEASURED | {"doubt": {"median": 0.5, "usual": 0.6, "shuffled": 0.4}}
+    assert Limits.calibrated(tame).far == 4.0
+    assert Limits.calibrated(sure).doubt == 0.6
+
+
+def test_what_nobody_measured_has_no_limit():
+    limits = Limits.calibrated({"shares": [[0, 1]], "strangeness": None})
+    assert (limits.home, limits.far, limits.doubt) == (None, None, None)
 
 
 def test_impossible_limits_are_refused():
     with pytest.raises(SettingError, match="drift must be positive"):
         Limits(drift=0)
+    with pytest.raises(SettingError, match="changed must be positive"):
+        Limits(changed=0)
+
+
+# first sight
+
+ONE_LAYER = Calibration({"n": (torch.tensor([[0.0], [2.0]]), torch.tensor([[1.0], [1.0]]))}, {"n": 0.0})
+# source images: means 0 and 2, so 1 ± √2; the variance is always 1, and 2 would be infinitely strange
+
+
+def look(*means, alone=None, images=None):
+    """Images whose mean at the only layer is this, as strange as ((mean − 1) / √2)² / 2."""
+    count = len(means)
+    images = torch.rand(count, 1, 4) if images is None else images
+    layers = {"n": (torch.tensor(means, dtype=torch.float32)[:, None], torch.ones(count, 1))}
+    return Look(images, layers, lambda: alone)
+
+
+def verdicts(rulings):
+    return [None if ruling is None else ruling.verdict for ruling in rulings]
+
+
+def test_images_are_sorted_by_how_strange_they_are_to_the_first_layer():
+    guard = SourceGuard(Limits(home=(1.0, 1.0), far=9.0), ONE_LAYER)
+    assert verdicts(guard.triage(look(1.0))) == ["at home"]
+    assert verdicts(guard.triage(look(2.9))) == ["at home"]  # (1.9 / √2)² / 2 = 0.9
+    assert verdicts(guard.triage(look(3.1))) == [None]  # 1.1
+    assert verdicts(guard.triage(look(6.9))) == [None]  # 8.7
+    (far,) = guard.triage(look(7.1))  # 9.3
+    assert far.verdict == "source"
+    assert far.reason == "strangeness 9.3, limit 9: no image of this kind"
+    assert far.signals["strangeness"] == pytest.approx(9.3025, rel=1e-3)
+
+
+def test_a_batch_is_at_home_as_one_without_the_images_that_are_too_strange():
+    guard = SourceGuard(Limits(home=(1.0, 1.0), far=9.0), ONE_LAYER)
+    assert verdicts(guard.triage(look(1.0, 3.4, 99.0))) == ["at home", "at home", "source"]  # (0 + 1.44) / 2
+    assert verdicts(guard.triage(look(1.0, 5.0, 99.0))) == [None, None, "source"]  # (0 + 4) / 2
+
+
+def test_a_shift_that_only_deeper_layers_see_is_not_at_home():
+    twice = Calibration(dict.fromkeys("abc", ONE_LAYER.layers["n"]), dict.fromkeys("abc", 0.0))
+    one = torch.ones(1, 1)
+    found = Look(torch.rand(1, 1, 4), {"a": (one, one), "b": (5 * one, one), "c": (5 * one, one)}, lambda: None)
+    assert verdicts(SourceGuard(Limits(home=(1.0, 4.5)), twice).triage(found)) == ["at home"]  # the median is 4
+    assert verdicts(SourceGuard(Limits(home=(1.0, 3.5)), twice).triage(found)) == [None]
+
+
+def test_doubt_is_the_mean_entropy_of_the_answer_alone():
+    guard = SourceGuard(Limits(doubt=0.5))
+    even, sure = torch.zeros(2, 4), torch.tensor([[9.0] * 4, [-9.0] * 4])  # entropies log 2 and 0
+    half = torch.cat([even[:, :2], sure[:, :2]], 1)
+    rulings = guard.triage(look(1.0, 1.0, 1.0, alone=torch.stack([even, half, sure])))
+    assert verdicts(rulings) == ["source", None, None]
+    assert rulings[0].reason == "doubt 0.693, limit 0.5: nothing to be seen"
+
+
+def test_images_at_home_are_not_looked_at_again():
+    def never():
+        raise AssertionError
+
+    guard = SourceGuard(Limits(home=(1.0, 1.0), doubt=0.5), ONE_LAYER)
+    found = look(1.0)
+    assert verdicts(guard.triage(Look(found.images, found.layers, never))) == ["at home"]
+
+
+def test_constant_images_teach_nothing_without_any_calibration():
+    images = torch.rand(3, 2, 4)
+    images[1] = torch.tensor([[0.3], [0.7]])  # both channels
+    images[2, 0] = 0.5  # one of two
+    rulings = SourceGuard().triage(look(1.0, 1.0, 1.0, images=images))
+    assert verdicts(rulings) == [None, "source", None]
+    assert rulings[1].reason == "the image is constant"
+
+
+def test_one_ruling_on_a_batch_says_what_became_of_its_parts():
+    at_home, strange, done = Ruling("at home", "as ever"), Ruling("source", "odd"), Ruling("skipped", "too much")
+    assert together([None, None], done) is done
+    assert together([strange], None) is strange
+    both = together([at_home, strange, at_home], None)
+    assert (both.verdict, both.reason) == ("source", "1 of 3 images: odd")
+    assert [both.of(i) for i in range(3)] == [at_home, strange, at_home]
+    mixed = together([None, strange, None], done)
+    assert (mixed.verdict, mixed.reason) == ("skipped", "too much; 1 of 3 images: odd")
+    assert (mixed.of(0).verdict, mixed.of(1)) == ("skipped", strange)
+    assert together([strange, None], Ruling("accepted")).reason == "1 of 2 images: odd"
+
+
+# the ladder
+
+
+LOOSE = SourceGuard(Limits(rate=1e9, drift=1e9, changed=1e9, collapse=0))
 
 
 def adapter(guard, rate=0.1, **options):
@@ -84,23 +221,29 @@ def adapter(guard, rate=0.1, **options):
 
 
 def test_an_accepted_update_is_the_unguarded_one():
-    loose = SourceGuard(Limits(rate=1e9, drift=1e9, divergence=1e9, collapse=0))
-    guarded, plain = adapter(loose), adapter(None)
+    guarded, plain = adapter(LOOSE), adapter(None)
     for x in IMAGES:
         step = guarded.step(x)
         assert step.ruling.verdict == "accepted"
         assert torch.equal(step.logits, plain(x))
 
 
+def test_statistics_that_go_on_do_not_notice_the_guard():
+    model = trained(networks.Segmenter())
+    guarded, plain = (Adapter(model, Tent(Running(0.5)), Fixed(0.5), guard=guard) for guard in (LOOSE, None))
+    for x in IMAGES:
+        assert torch.equal(guarded(x), plain(x))
+
+
 def test_an_update_that_is_objected_to_leaves_no_trace():
-    strict = SourceGuard(Limits(divergence=1e-9))
+    strict = SourceGuard(Limits(changed=1e-9))
     guarded = adapter(strict, rate=1.0, optimizer=lambda p: torch.optim.SGD(p, momentum=0.9))
     before = copy.deepcopy(guarded.state_dict())
     unmoved = adapter(None, rate=0.0)
     for x in IMAGES[:2]:
         step = guarded.step(x)
         assert step.ruling.verdict == "skipped"
-        assert step.ruling.reason.startswith("answer moved by")
+        assert "of the answer changed, limit 1e-09" in step.ruling.reason
         assert torch.equal(step.logits, unmoved(x))
     after = guarded.state_dict()
     parameters = [name for name in before if name.startswith("model.")]
@@ -125,12 +268,58 @@ def test_a_constant_image_is_answered_by_the_source_and_not_remembered():
     model = trained(networks.Segmenter())
     memory = MemoryBank(capacity=4, neighbors=2)
     guarded = Adapter(model, Tent(), Proportional(0.1), memory=memory, guard=SourceGuard())
+    before = guarded.state_dict()
     x = torch.full((1, 1, 8, 8), 0.7)
     step = guarded.step(x)
-    assert (step.ruling.verdict, step.ruling.reason) == ("source", "1 of 1 images are constant")
+    assert (step.ruling.verdict, step.ruling.reason) == ("source", "the image is constant")
+    assert step.updates == ()
     assert len(guarded.memory) == 0
+    assert all(torch.equal(v, before[k]) for k, v in guarded.state_dict().items() if k != "_extra_state")
     with torch.no_grad():
         torch.testing.assert_close(step.logits, model(x))
+
+
+def test_the_others_of_a_batch_are_adapted_to_as_if_a_refused_image_were_not_there():
+    model = trained(networks.Classifier())
+    images = stream((4, 1, 8, 8), 1)[0]
+    images[2] = 0.7
+    others = images[[0, 1, 3]]
+    memory = MemoryBank(capacity=8, neighbors=2)
+    guarded = Adapter(model, Tent(), Fixed(0.1), memory=memory, guard=LOOSE)
+    step = guarded.step(images)
+    torch.testing.assert_close(step.logits[[0, 1, 3]], Adapter(model, Tent(), Fixed(0.1))(others))
+    with torch.no_grad():
+        torch.testing.assert_close(step.logits[2], model(images)[2])
+    assert step.ruling.reason == "1 of 4 images: the image is constant"
+    assert [step.ruling.of(i).verdict for i in range(4)] == ["accepted", "accepted", "source", "accepted"]
+    assert len(guarded.memory) == 3
+
+
+def test_a_batch_that_ends_at_the_source_is_answered_by_it_whole():
+    model = trained(networks.Classifier())
+    images = stream((4, 1, 8, 8), 1)[0]
+    images[2] = 0.7
+    step = Adapter(model, Tent(), Fixed(0.1), guard=Objector(to_all=True)).step(images)
+    assert [step.ruling.of(i).verdict for i in range(4)] == ["source"] * 4
+    with torch.no_grad():
+        torch.testing.assert_close(step.logits, model(images))
+
+
+def test_images_of_the_source_are_left_to_the_source_network():
+    model = trained(networks.Segmenter())
+    home = [x[0] for x in stream((1, 1, 8, 8), 24, seed=3)]
+    guard = make_guard(calibrate(model, home))
+    step = Adapter(model, Tent(), Fixed(0.1), guard=guard).step(home[12][None])
+    assert step.ruling.verdict == "at home"
+    with torch.no_grad():
+        torch.testing.assert_close(step.logits, model(home[12][None]))
+
+
+def test_methods_without_a_loss_are_guarded_too():
+    model = trained(networks.Segmenter())
+    step = Adapter(model, PTBN(), guard=SourceGuard()).step(torch.full((1, 1, 8, 8), 0.7))
+    assert step.ruling.verdict == "source"
+    assert Adapter(model, PTBN(), guard=LOOSE).step(IMAGES[0]).ruling.verdict == "accepted"
 
 
 class Objector:
@@ -139,8 +328,8 @@ class Objector:
     def __init__(self, to_all=False):
         self.to_all = to_all
 
-    def refuse(self, x):
-        return None
+    def triage(self, look):
+        return SourceGuard().triage(look)
 
     def object(self, evidence):
         return "no" if self.to_all or evidence.drift > 0 else None
@@ -150,7 +339,7 @@ class Objector:
 
 
 def test_a_state_that_became_bad_is_rolled_back():
-    guarded = adapter(SourceGuard(Limits(divergence=1e9)))
+    guarded = adapter(LOOSE)
     guarded.step(IMAGES[0])
     guarded.guard = Objector()
     step = guarded.step(IMAGES[1])
@@ -169,7 +358,7 @@ def test_at_last_the_source_network_answers():
 
 def test_a_guarded_stream_resumes_bit_for_bit_through_a_rollback():
     def make():
-        return adapter(SourceGuard(Limits(divergence=0.02)), optimizer=lambda p: torch.optim.SGD(p, momentum=0.9))
+        return adapter(SourceGuard(Limits(changed=0.05)), optimizer=lambda p: torch.optim.SGD(p, momentum=0.9))
 
     whole = make()
     expected = [whole.step(x) for x in IMAGES]

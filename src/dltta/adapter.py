@@ -14,11 +14,13 @@ from torch.func import functional_call
 
 from dltta.discrepancy import batch_discrepancy
 from dltta.errors import DlttaError, InputError, NonFiniteError, NothingToAdaptError, SettingError, StateError
-from dltta.guard import Evidence, Guard, Ruling, Verdict
+from dltta.guard import Evidence, Guard, Look, Ruling, Verdict, together
 from dltta.memory import MemoryBank
+from dltta.models.calibration import LayerSamples
 from dltta.models.fast import speed_up
 from dltta.models.features import Seen, find_layer, forward_pass, forward_with_features
-from dltta.models.statistics import carrying_layers
+from dltta.models.normalization import use_test_statistics
+from dltta.models.statistics import OwnStatistics, carrying_layers
 from dltta.objectives.objective import Objective, Preparation
 from dltta.predictions import all_finite, probabilities
 from dltta.rates import LearningRate
@@ -27,6 +29,8 @@ Mode = Literal["continual", "image-specific"]
 Predict = Literal["after", "before"]
 Layout = Literal["auto", "given"]
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+STILL = 1e-3  # parameters that moved by less of their length answer as before: measured, at most one position in 600
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class Adapter(nn.Module):
     `steps` gradient steps are taken per batch. `mode="image-specific"` returns network and optimizer to the source
     before every batch; the memory goes on. `predict="before"` answers from the pass before the last update and saves
     the pass after it. `guard` may undo an update or answer with the network as it was given (`Step.ruling`), for the
-    price of two more passes.
+    price of one to three more passes.
     `layout="auto"` makes the network faster where that was measured to help (convolutions on a CPU:
     weights channels-last), which changes answers by rounding; `layout="given"` leaves it as it is.
 
@@ -112,7 +116,7 @@ class Adapter(nn.Module):
             self.predict: Predict = predict
             self.taken = 0  # batches adapted to so far
             self.guard = guard
-            self._given = [] if guard is None else [copy.deepcopy(self.model)]  # not part of this module's state
+            self._given = [] if guard is None else as_given(self.model)  # not part of this module's state
             self._adapted = self._prepare()
             self._carrying = carrying_layers(self.model)
             self._optimizer = optimizer(self._adapted) if self._adapted else None
@@ -132,13 +136,14 @@ class Adapter(nn.Module):
             if self.mode == "image-specific":
                 self._source.restore()
             if self.guard is None:
-                (seen, updates), ruling = self._adapt(x), None
+                seen, updates = self._adapt(x)
+                done = _Done(seen.logits, seen, updates)
             else:
-                seen, updates, ruling = self._adapt_guarded(x, self.guard)
-            if ruling is None or ruling.verdict != "source":
-                self._remember(seen)
+                done = self._adapt_guarded(x, self.guard)
+            if done.seen is not None:
+                self._remember(done.seen)
             self.taken += 1
-            return Step(seen.logits.detach(), tuple(updates), ruling)
+            return Step(done.logits.detach(), tuple(done.updates), done.ruling)
 
     def answer(self, x: Tensor) -> Tensor:
         """The prediction (B, C, *positions) of the network as it stands, learning nothing and changing nothing."""
@@ -158,11 +163,23 @@ class Adapter(nn.Module):
                 seen = self._forward(x, learning=remaining > 0)  # with θ_{t+1}
         return seen, updates
 
-    def _adapt_guarded(self, x: Tensor, guard: Guard) -> tuple[Seen, list[Update], Ruling]:
-        """Algorithm 1, then the guard's ladder: the first answer that it does not object to."""
-        given = self._as_given(x)
-        if (reason := guard.refuse(x)) is not None:
-            return given, [], Ruling("source", reason)
+    def _adapt_guarded(self, x: Tensor, guard: Guard) -> "_Done":
+        """Algorithm 1 for the images that the guard lets through; the source network answers the others."""
+        given, look = self._look(x)
+        rulings = guard.triage(look)
+        through = [i for i, ruling in enumerate(rulings) if ruling is None]
+        if not through:
+            return _Done(given.logits, None, [], together(rulings, None))
+        if len(through) == len(x):
+            seen, updates, ruling = self._climb_down(x, given.logits, guard)
+            return _Done(given.logits if seen is None else seen.logits, seen, updates, ruling)
+        seen, updates, ruling = self._climb_down(x[through], given.logits[through], guard)
+        if seen is not None:
+            given.logits[through] = seen.logits.detach()
+        return _Done(given.logits, seen, updates, together(rulings, ruling))
+
+    def _climb_down(self, x: Tensor, given: Tensor, guard: Guard) -> tuple[Seen | None, list[Update], Ruling]:
+        """Algorithm 1, then the guard's ladder: the first answer that it does not object to, None if there is none."""
         before = _Snapshot(self)
         updates: list[Update] = []
         try:
@@ -171,10 +188,11 @@ class Adapter(nn.Module):
             reason, signals = str(error), None
         else:
             evidence = self._evidence(x, seen, given, updates)
-            reason, signals = guard.object(evidence), guard.signals(evidence)
-            if reason is None:
+            objection, signals = guard.object(evidence), guard.signals(evidence)
+            if objection is None:
                 self._good = before if self.mode == "continual" else self._source
                 return seen, updates, Ruling("accepted", None, signals)
+            reason = objection
         steps: list[tuple[Verdict, _Snapshot]] = [("skipped", before), ("rolled back", self._good)]
         for verdict, state in [*steps, ("rolled back", self._source)]:
             state.restore()
@@ -184,7 +202,7 @@ class Adapter(nn.Module):
                 continue
             if guard.object(self._evidence(x, seen, given, [])) is None:
                 return seen, updates, Ruling(verdict, reason, signals)
-        return given, updates, Ruling("source", reason, signals)
+        return None, updates, Ruling("source", reason, signals)
 
     def reset(self) -> None:
         """Back to the moment of construction, bit for bit: network, optimizer, memory, rate and counter."""
@@ -243,19 +261,32 @@ class Adapter(nn.Module):
             parameter.requires_grad_(True)
         return adapted
 
-    def _as_given(self, x: Tensor) -> Seen:
-        """What the network says as it was trained, statistics included."""
-        return self._forward(x, learning=False, given=self._given[0])
+    def _look(self, x: Tensor) -> tuple[Seen, Look]:
+        """What the network says as it was trained, statistics included, and what the guard sees at first sight."""
+        trained, alone = self._given
+        samples = LayerSamples()
+        with samples.watching(trained):
+            given = self._forward(x, learning=False, given=trained)
+        return given, Look(x, samples.stacked(), lambda: self._forward(x, learning=False, given=alone).logits)
 
     @torch.no_grad()
-    def _evidence(self, x: Tensor, seen: Seen, given: Seen, updates: Sequence[Update]) -> Evidence:
+    def _evidence(self, x: Tensor, seen: Seen, given: Tensor, updates: Sequence[Update]) -> Evidence:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         start = {names[id(now)]: then for now, then in zip(self._adapted, self._source.parameters(), strict=True)}
         moved = _length(now - then for now, then in zip(self._adapted, start.values(), strict=True))
+        drift = moved / max(_length(start.values()), 1e-12)
         answer = probabilities(seen.logits.detach())
-        unmoved = probabilities(functional_call(self.model, start, (x,))) if moved else answer
+        unmoved = self._with(start, x) if drift > STILL else answer
         rate = max((update.rate for update in updates), default=None)
-        return Evidence(answer, unmoved, probabilities(given.logits), moved / max(_length(start.values()), 1e-12), rate)
+        return Evidence(answer, unmoved, probabilities(given), drift, rate)
+
+    def _with(self, parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        """What the network would say with these parameters; statistics that are carried along do not notice."""
+        latest = [layer.latest for layer in self._carrying]
+        answer = probabilities(functional_call(self.model, parameters, (x,)))
+        for layer, kept in zip(self._carrying, latest, strict=True):
+            layer.latest = kept
+        return answer
 
     def _accept(self, x: Tensor) -> Tensor:
         """The batch on the network's device and in its type, or an `InputError` that says what is wrong."""
@@ -376,6 +407,16 @@ class Adapter(nn.Module):
             self._good = _Snapshot(self).load_state_dict(state["good"])
 
 
+@dataclass(frozen=True)
+class _Done:
+    """What became of one batch."""
+
+    logits: Tensor  # the answer
+    seen: Seen | None  # what there is to remember
+    updates: list[Update]
+    ruling: Ruling | None = None
+
+
 class _Snapshot:
     """The adapted parameters, the buffers and the optimizer of an adapter at one moment."""
 
@@ -424,6 +465,17 @@ def _state(part: object) -> dict[str, Any] | None:
 def _load(part: object, state: dict[str, Any] | None) -> None:
     if isinstance(part, _Stateful) and state is not None:
         part.load_state_dict(copy.deepcopy(state))
+
+
+def as_given(model: nn.Module) -> list[nn.Module]:
+    """Copies of the network that stay as they are: as it was trained, and normalizing each image by its own statistics.
+
+    They share their parameters.
+    """
+    trained = copy.deepcopy(model)
+    alone = copy.deepcopy(trained, {id(parameter): parameter for parameter in trained.parameters()})
+    use_test_statistics(alone, OwnStatistics())
+    return [trained, alone]
 
 
 def _length(parts: Iterable[Tensor]) -> float:

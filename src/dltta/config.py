@@ -134,7 +134,8 @@ def make_statistics(name: str, calibration: Calibration | None, batch_size: int 
 
 def make_guard(calibration: Calibration | None) -> Guard:
     """With limits from source images where there are any."""
-    return SourceGuard(Limits.calibrated(calibration.answers) if calibration is not None else None)
+    limits = Limits.calibrated(calibration.answers) if calibration is not None else None
+    return SourceGuard(limits, calibration)
 
 
 def make_objective(

@@ -1,33 +1,56 @@
-"""6 update. Is this update, and the answer it leads to, one to be trusted?
+"""6 update. May this image teach anything, and is the answer that it led to one to be trusted?
 
 A collapsed network agrees with its own memory: the discrepancy goes to zero and the collapse stays. So the guard looks
-elsewhere, at signals that need no label: the images, the rate, how far the parameters and the answers have moved from
-where source training left them, and how much of an image each class takes. `Adapter` asks it before and after an
-update, and on an objection tries in turn: the state before the update, the last good state, the source parameters, and
-at last the source network as it was trained.
+elsewhere, at signals that need no label. At first sight it sorts the images of a batch (`triage`): some look like those
+of the source, where the network as it was trained knows best; from some nothing can be learned. `Adapter` adapts to the
+others, asks again (`object`), and on an objection tries in turn: the state before the update, the last good state, the
+source parameters, and at last the source network as it was trained.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from dltta import predictions
 from dltta.discrepancy import batch_discrepancy
 from dltta.errors import SettingError
+from dltta.models.calibration import Calibration, Strangeness
 
-Verdict = Literal["accepted", "skipped", "rolled back", "source"]
+Verdict = Literal["accepted", "at home", "skipped", "rolled back", "source"]  # from harmless to grave
 
 
 @dataclass(frozen=True)
 class Ruling:
-    """What was decided about one batch, and why; `signals` are the numbers that were looked at."""
+    """What was decided about one batch, and why; `signals` are the numbers that were looked at.
+
+    - `accepted`: the update is kept, the adapted network answers
+    - `at home`: the images look like the source's; the network as it was trained answers, nothing is learned
+    - `skipped`, `rolled back`: the update is undone, or more; what is then the network answers
+    - `source`: the network as it was trained answers, nothing is learned
+    """
 
     verdict: Verdict
     reason: str | None = None
     signals: Mapping[str, float] | None = None
+    apart: Mapping[int, "Ruling"] = field(default_factory=dict)  # images of the batch that were ruled on alone
+
+    def of(self, position: int) -> "Ruling":
+        """What was decided about one image of the batch."""
+        return self.apart.get(position, self)
+
+
+@dataclass(frozen=True)
+class Look:
+    """What can be known about images (B, C, *spatial) before anything is learned from them."""
+
+    images: Tensor
+    layers: Mapping[str, tuple[Tensor, Tensor]]  # what enters each batch normalization as trained: means, variances
+    alone: Callable[[], Tensor]  # logits with every image normalized by its own statistics, for one more pass
 
 
 @dataclass(frozen=True)
@@ -44,8 +67,8 @@ class Evidence:
 class Guard(Protocol):
     """Objections in words, or None."""
 
-    def refuse(self, x: Tensor, /) -> str | None:
-        """Why nothing must be learned from these images (B, C, *spatial)."""
+    def triage(self, look: Look, /) -> list[Ruling | None]:
+        """For each image, why the network as it was trained shall answer it, or None: to be adapted to."""
         ...
 
     def object(self, evidence: Evidence, /) -> str | None:
@@ -59,26 +82,37 @@ class Guard(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """How far an answer may go; the first two hold for any network, the others come from source images.
+    """How far images and answers may go; None where nobody measured it on source images.
 
-    - `rate`: no published setting comes near 1.
-    - `drift`: beyond half of their own length the parameters are no longer those that were trained.
-    - `divergence` between the answers with moved and with source parameters: by default 0.1, about one position in
-      twenty answered otherwise with confidence; with a calibration, what a harmless change of normalization does.
-    - `shares`: per class, the least and the greatest share of an image; None where nobody measured them.
-    - `margin`: how much wider than measured the shares may be, as a factor of the odds.
-    - `collapse`: the entropy of the mean answer may fall to this part of the source network's.
+    Images:
+    - `home`: up to this strangeness, at the first layer and over all, images are at home
+    - `far`: from this strangeness on, over all layers, nothing can be learned from an image
+    - `doubt`: nor above this entropy of its answer, in nats
+
+    Answers:
+    - `rate`: no published setting comes near 1
+    - `drift`: beyond half of their own length the parameters are no longer those that were trained
+    - `changed`: the moved parameters may mark so much of what is marked otherwise than the source's; more than a
+      fiftieth, and points are at stake
+    - `swayed`: the same for the class of whole images, as probability that changes hands
+    - `shares`: per class, the least and the greatest share of an image
+    - `margin`: how much wider than measured the shares may be, as a factor of the odds
+    - `collapse`: the entropy of the mean answer may fall to this part of the source network's
     """
 
+    home: tuple[float, float] | None = None
+    far: float | None = None
+    doubt: float | None = None
     rate: float = 1.0
     drift: float = 0.5
-    divergence: float = 0.1
+    changed: float = 0.02
+    swayed: float = 0.1
     shares: tuple[tuple[float, float], ...] | None = None
     margin: float = 4.0
     collapse: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in ("rate", "drift", "divergence"):
+        for name in ("rate", "drift", "changed", "swayed"):
             if not getattr(self, name) > 0:
                 raise SettingError(f"the limit of the {name} must be positive, got {getattr(self, name)}")
         if self.margin < 1 or not 0 <= self.collapse <= 1:
@@ -86,21 +120,65 @@ class Limits:
 
     @classmethod
     def calibrated(cls, answers: Mapping[str, Any]) -> "Limits":
-        """From what the network did on source images (`Calibration.answers`)."""
+        """From what the network did on source images (`Calibration.answers`).
+
+        At home is where 95 % of source images are. Nothing can be learned from an image that is more than halfway from
+        the source's images to their negatives, or whose answer is more than halfway in doubt from theirs to those for
+        shuffled pixels; unless that, too, happens at home.
+        """
         shares = tuple((float(low), float(high)) for low, high in answers["shares"])
-        return cls(divergence=max(float(answers["jitter"]), 0.01), shares=shares)
+        strange, doubt = answers.get("strangeness"), answers.get("doubt")
+        home = far = unsure = None
+        if strange is not None:
+            home = strange["first"], strange["usual"]
+            far = max((1 + strange["negative"]) / 2, 2 * strange["usual"])
+        if doubt is not None:
+            unsure = max((doubt["median"] + doubt["shuffled"]) / 2, doubt["usual"])
+        return cls(home, far, unsure, shares=shares)
 
 
 class SourceGuard:
-    """Compares with the source network on the same images and with what it did on source images."""
+    """Compares with the source network on the same images and with what it did on source images.
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    Without a `calibration` it cannot tell strange images from others, only constant ones.
+    """
+
+    def __init__(self, limits: Limits | None = None, calibration: Calibration | None = None) -> None:
         self.limits = limits or Limits()
+        self._strangeness = Strangeness(calibration) if calibration is not None and calibration.layers else None
 
-    def refuse(self, x: Tensor, /) -> str | None:
-        flat = x.flatten(2)
+    def triage(self, look: Look, /) -> list[Ruling | None]:
+        flat = look.images.flatten(2)
         constant = (flat.amax(2) == flat.amin(2)).all(1)  # (B,): every channel
-        return f"{int(constant.sum())} of {len(x)} images are constant" if constant.any() else None
+        rulings = [Ruling("source", "the image is constant") if each else None for each in constant.tolist()]
+        if self._strangeness is not None and look.layers:
+            self._sort_by_strangeness(rulings, self._strangeness(look.layers))
+        if None in rulings and self.limits.doubt is not None:
+            self._sort_by_doubt(rulings, look.alone(), self.limits.doubt)
+        return rulings
+
+    def _sort_by_strangeness(self, rulings: list[Ruling | None], strangeness: Tensor) -> None:
+        """Rule on images (layers, B) that are too strange one by one, on those that are at home as one."""
+        first, layers = strangeness[0].tolist(), strangeness.median(0).values.tolist()
+        far, home = self.limits.far, self.limits.home
+        for i in _open(rulings):
+            if far is not None and layers[i] > far:
+                reason = f"strangeness {layers[i]:.3g}, limit {far:.3g}: no image of this kind"
+                rulings[i] = Ruling("source", reason, {"strangeness": layers[i]})
+        left = _open(rulings)
+        if not left or home is None:
+            return
+        means = {"first": fmean(first[i] for i in left), "strangeness": fmean(layers[i] for i in left)}
+        if means["first"] <= home[0] and means["strangeness"] <= home[1]:
+            for i in left:
+                rulings[i] = Ruling("at home", f"strangeness {means['first']:.3g}, as at the source", means)
+
+    def _sort_by_doubt(self, rulings: list[Ruling | None], logits: Tensor, limit: float) -> None:
+        doubt = predictions.entropy(logits).flatten(1).mean(1).tolist()  # (B,)
+        for i in _open(rulings):
+            if doubt[i] > limit:
+                reason = f"doubt {doubt[i]:.3g}, limit {limit:.3g}: nothing to be seen"
+                rulings[i] = Ruling("source", reason, {"doubt": doubt[i]})
 
     def object(self, evidence: Evidence, /) -> str | None:
         found, limits = self.signals(evidence), self.limits
@@ -108,8 +186,9 @@ class SourceGuard:
             return f"rate {evidence.rate:.3g} above {limits.rate:g}"
         if evidence.drift > limits.drift:
             return f"parameters moved by {evidence.drift:.3g} of their length, limit {limits.drift:g}"
-        if found["divergence"] > limits.divergence:
-            return f"answer moved by {found['divergence']:.3g}, limit {limits.divergence:.3g}"
+        limit = limits.changed if evidence.answer.ndim > 2 else limits.swayed
+        if found["changed"] > limit:
+            return f"{found['changed']:.2g} of the answer changed, limit {limit:g}"
         if found["implausible"] > max(found["source_implausible"], math.log(limits.margin)):
             return f"a class takes a share e^{found['implausible']:.2g} in odds beyond all source images"
         if found["marginal_entropy"] < limits.collapse * found["source_marginal_entropy"]:
@@ -123,13 +202,41 @@ class SourceGuard:
         answer, source = marginal(evidence.answer), marginal(evidence.source)
         return {
             "drift": evidence.drift,
-            "divergence": batch_discrepancy(evidence.answer, evidence.unmoved),
+            "changed": changed(evidence.answer, evidence.unmoved),
             "from_source": batch_discrepancy(evidence.answer, evidence.source),
             "marginal_entropy": entropy(answer),
             "source_marginal_entropy": entropy(source),
             "implausible": beyond(answer, self.limits.shares),
             "source_implausible": beyond(source, self.limits.shares),
         }
+
+
+def together(rulings: Sequence[Ruling | None], rest: Ruling | None) -> Ruling:
+    """One ruling on a batch: that on the images which were adapted to, or without any the gravest at first sight."""
+    apart = {i: ruling for i, ruling in enumerate(rulings) if ruling is not None}
+    if not apart and rest is not None:
+        return rest
+    gravest = max(apart.values(), key=lambda ruling: ruling.verdict == "source")
+    if len(rulings) == 1:
+        return gravest
+    alike = sum(ruling.verdict == gravest.verdict for ruling in apart.values())
+    note = f"{alike} of {len(rulings)} images: {gravest.reason}"
+    if rest is None:
+        return replace(gravest, reason=note, apart=apart)
+    return replace(rest, reason=note if rest.reason is None else f"{rest.reason}; {note}", apart=apart)
+
+
+def changed(answer: Tensor, other: Tensor) -> float:
+    """How much of an answer another one contradicts, both probabilities (B, C, *positions).
+
+    Dense: the share of the positions that either marks (a class other than the first) that they do not mark alike.
+    Whole images: the mean probability that is given to another class.
+    """
+    if answer.ndim == 2:
+        return 0.5 * (answer - other).abs().sum(1).mean().item()
+    first, second = answer.argmax(1), other.argmax(1)
+    marked = ((first > 0) | (second > 0)).sum().item()
+    return (first != second).sum().item() / max(marked, 1)
 
 
 def marginal(prediction: Tensor) -> Tensor:
@@ -156,3 +263,8 @@ def beyond(marginal: Tensor, shares: Sequence[tuple[float, float]] | None) -> fl
 def _log_odds(share: float) -> float:
     share = min(max(share, 1e-6), 1 - 1e-6)
     return math.log(share / (1 - share))
+
+
+def _open(rulings: Sequence[Ruling | None]) -> list[int]:
+    """The images that nothing was decided about."""
+    return [i for i, ruling in enumerate(rulings) if ruling is None]

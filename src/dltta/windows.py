@@ -12,7 +12,8 @@ from dltta.adapter import Step, Update
 from dltta.errors import InputError, SettingError
 from dltta.guard import Ruling, Verdict
 
-GRAVITY: tuple[Verdict, ...] = ("accepted", "skipped", "rolled back", "source")
+GRAVITY: tuple[Verdict, ...] = ("accepted", "at home", "skipped", "rolled back", "source")
+BY_SOURCE: tuple[Verdict, ...] = ("at home", "source")
 
 
 class Stepping(Protocol):
@@ -66,7 +67,7 @@ class SlidingWindows:
 
         blended = self._over(x, adapt)
         together = joined(taken)
-        by_source = together.ruling is not None and together.ruling.verdict == "source"
+        by_source = any(step.ruling is not None and step.ruling.verdict in BY_SOURCE for step in taken)
         if self.whole and len(taken) > 1 and together.updates and not by_source:
             blended = self._over(x, lambda window: self.adapter.answer(window).to(window.device))
         return Step(blended, together.updates, together.ruling)

@@ -11,7 +11,7 @@ import networks
 from dltta import Adapter, Fixed
 from dltta.errors import SettingError
 from dltta.models.normalization import use_test_statistics
-from dltta.models.statistics import Blended, Moments, Running, Shrunken, excess
+from dltta.models.statistics import Blended, Moments, OwnStatistics, Running, Shrunken, excess
 from dltta.objectives import PTBN, Tent
 from networks import stream, trained
 
@@ -171,3 +171,20 @@ def test_tent_adapts_with_any_statistics_and_resumes(statistics):
     resumed = Adapter(model, Tent(statistics), Fixed(0.1))
     resumed.load_state_dict(part.state_dict())
     assert all(torch.equal(resumed(x), y) for x, y in zip(images[2:], expected[2:], strict=True))
+
+
+def test_own_statistics_do_not_depend_on_the_company():
+    model = nn.Sequential(layer())
+    use_test_statistics(model, OwnStatistics())
+    batch = torch.cat([IMAGE, IMAGE * 7 - 3])
+    found = model(batch).detach()
+    for i, x in enumerate(batch.numpy()):
+        expected = normalized(x[None], x.mean((1, 2)), x.var((1, 2)), layer())
+        np.testing.assert_allclose(found[i : i + 1], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_single_position_has_no_statistics_of_its_own():
+    model = nn.Sequential(layer())
+    use_test_statistics(model, OwnStatistics())
+    x = torch.rand(2, 2, 1, 1)
+    torch.testing.assert_close(model(x), layer()(x))

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 import networks
-from dltta.models.calibration import Calibration
-from dltta.training.calibration import answer_ranges, calibrate
+from dltta.errors import SettingError
+from dltta.models.calibration import Calibration, LayerSamples, Strangeness
+from dltta.training.calibration import answer_ranges, calibrate, doubt, negative, shuffled, strangeness
 from networks import stream, trained
 
 IMAGES = [x[0] for x in stream((1, 1, 8, 8), 12)]
@@ -64,12 +65,106 @@ def test_answer_ranges_by_hand():
     assert found["marginal_entropy"] == pytest.approx(-(0.8 * np.log(0.8) + 0.2 * np.log(0.2)))
 
 
+def parts(model, image):
+    samples = LayerSamples()
+    with torch.no_grad(), samples.watching(model):
+        model(image[None])
+    return samples.stacked()
+
+
+def strange(image_parts, others, eps):
+    """Per layer, the slow way: mean over channels and over mean and log variance of squared standard deviations."""
+    rows = []
+    for name, (mean, variance) in image_parts.items():
+        found = []
+        for c in range(mean.shape[1]):
+            means = np.array([part[name][0][0, c].item() for part in others])
+            logs = np.log(np.array([part[name][1][0, c].item() for part in others]) + eps[name])
+            found.append(((mean[0, c].item() - means.mean()) / means.std(ddof=1)) ** 2)
+            found.append(((np.log(variance[0, c].item() + eps[name]) - logs.mean()) / logs.std(ddof=1)) ** 2)
+        rows.append(np.mean(found))
+    return np.array(rows)
+
+
+def test_strangeness_is_the_mean_square_of_deviations_from_source_images():
+    model = trained(networks.Segmenter())
+    found = calibrate(model, IMAGES)
+    home = [parts(model, image) for image in IMAGES]
+    other = stream((2, 1, 8, 8), 1, seed=9)[0] * 3
+    samples = LayerSamples()
+    with torch.no_grad(), samples.watching(model):
+        model(other)
+    measured = Strangeness(found)(samples.stacked())
+    assert measured.shape == (2, 2)  # layers, images
+    for i, image in enumerate(other):
+        np.testing.assert_allclose(measured[:, i], strange(parts(model, image), home, found.eps), rtol=1e-3)
+
+
+def test_at_home_every_image_is_measured_against_the_others():
+    model = trained(networks.Segmenter())
+    found = calibrate(model, IMAGES)
+    home = [parts(model, image) for image in IMAGES]
+    slow = np.array([strange(one, home[:i] + home[i + 1 :], found.eps) for i, one in enumerate(home)])  # (N, layers)
+    assert found.answers["strangeness"]["first"] == pytest.approx(np.quantile(slow[:, 0], 0.95), rel=1e-3)
+    middle = np.sort(slow, axis=1)[:, 0]  # of two layers torch's median is the lower
+    assert found.answers["strangeness"]["usual"] == pytest.approx(np.quantile(middle, 0.95), rel=1e-3)
+
+
+def test_negatives_are_as_strange_as_the_network_finds_them():
+    model = trained(networks.Segmenter())
+    found = calibrate(model, IMAGES)
+    home = [parts(model, image) for image in IMAGES]
+    each = [min(strange(parts(model, negative(image)), home, found.eps)) for image in IMAGES]
+    assert strangeness(model, IMAGES, found)["negative"] == pytest.approx(np.sort(each)[5], rel=1e-3)
+
+
+def test_doubt_is_the_entropy_under_the_images_own_statistics():
+    model = trained(networks.Segmenter())
+    batch = trained(networks.Segmenter())
+    for layer in batch.modules():
+        if isinstance(layer, torch.nn.BatchNorm2d):
+            layer.track_running_stats, layer.running_mean, layer.running_var = False, None, None
+
+    def entropies(images):
+        with torch.no_grad():
+            p = [batch(image[None]).softmax(1).numpy() for image in images]
+        return [-(x * np.log(x)).sum(1).mean() for x in p]
+
+    found = doubt(model, IMAGES)
+    home = entropies(IMAGES)
+    assert found["median"] == pytest.approx(np.sort(home)[5], rel=1e-4)
+    assert found["usual"] == pytest.approx(np.quantile(home, 0.95), rel=1e-4)
+    assert found["shuffled"] == pytest.approx(np.sort(entropies(map(shuffled, IMAGES)))[5], rel=1e-4)
+
+
+def test_negative_and_shuffled_by_hand():
+    image = torch.tensor([[[0.0, 1.0], [3.0, 3.0]], [[5.0, 5.0], [5.0, 7.0]]])
+    assert negative(image).tolist() == [[[3.0, 2.0], [0.0, 0.0]], [[7.0, 7.0], [7.0, 5.0]]]
+    mixed = shuffled(torch.arange(32.0).view(2, 4, 4))
+    assert sorted(mixed[0].flatten().tolist()) == list(range(16))
+    assert torch.equal(mixed[1], mixed[0] + 16)  # channels stay together
+    assert not torch.equal(mixed[0].flatten(), torch.arange(16.0))
+
+
+def test_a_calibration_of_another_network_is_refused():
+    found = calibrate(trained(networks.Segmenter()), IMAGES)
+    with pytest.raises(SettingError, match="knows nothing of layer 'head'"):
+        Strangeness(found)({"head": (torch.zeros(1, 4), torch.ones(1, 4))})
+
+
+def test_too_few_images_and_whole_images_have_less_to_say():
+    few = calibrate(trained(networks.Segmenter()), IMAGES[:7]).answers
+    assert (few["strangeness"], few["doubt"]) == (None, None)
+    whole = calibrate(trained(networks.Classifier()), IMAGES).answers
+    assert whole["doubt"] is None
+    assert whole["strangeness"]["usual"] > 0
+
+
 def test_calibration_looks_and_leaves_the_network_alone():
     model = trained(networks.Segmenter())
     before = {name: value.clone() for name, value in model.state_dict().items()}
     found = calibrate(model, IMAGES)
     assert found.answers["images"] == 12
-    assert found.answers["jitter"] > 0
     assert found.answers["discrepancy"] > 0
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(layer._forward_pre_hooks for layer in model.modules())
@@ -78,5 +173,5 @@ def test_calibration_looks_and_leaves_the_network_alone():
 def test_a_network_without_batch_normalization_has_no_layers_to_look_at():
     found = calibrate(trained(networks.Segmenter(kind="instance")), IMAGES[:3])
     assert found.layers == {}
-    assert found.answers["jitter"] == 0
+    assert found.answers["strangeness"] is None
     assert found.answers["discrepancy"] is None

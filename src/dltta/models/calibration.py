@@ -41,10 +41,39 @@ class Calibration:
             squares = (variances + means.square())[drawn].mean(1)
             means = means[drawn].mean(1)
             variances = squares - means.square()
-        logarithms = (variances.clamp_min(0) + self.eps[name]).log()
+        logarithms = log_variances(variances, self.eps[name])
         tiny = torch.finfo(torch.float32).tiny
         parts = (means.mean(0), means.std(0).clamp_min(tiny), logarithms.mean(0), logarithms.std(0).clamp_min(tiny))
         return Moments(*(part.float() for part in parts))
+
+
+class Strangeness:
+    """How far an image is from source images, layer by layer: the mean square of its deviations from them.
+
+    A deviation is that of a channel's mean, or of the logarithm of its variance, in standard deviations between source
+    images: an image of the source has a strangeness of about 1.
+    """
+
+    def __init__(self, calibration: Calibration) -> None:
+        self._moments, self._eps = calibration.moments(), calibration.eps
+
+    def __call__(self, layers: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
+        """Of B images, from what enters each layer (means and variances, (B, C)): (layers, B), in the layers' order."""
+        unknown = [name for name in layers if name not in self._moments]
+        if unknown:
+            raise SettingError(f"the calibration knows nothing of layer {unknown[0]!r}; calibrate this network again")
+        return torch.stack([self._of(name, *parts) for name, parts in layers.items()])
+
+    def _of(self, name: str, means: Tensor, variances: Tensor) -> Tensor:
+        source = self._moments[name]
+        shifted = (means - source.mean) / source.mean_spread
+        widened = (log_variances(variances, self._eps[name]) - source.log_variance) / source.log_variance_spread
+        return torch.cat([shifted, widened], 1).square().mean(1)  # (B,)
+
+
+def log_variances(variances: Tensor, eps: float) -> Tensor:
+    """As a layer divides by them."""
+    return (variances.clamp_min(0) + eps).log()
 
 
 class LayerSamples:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -84,8 +85,25 @@ class Shrunken:
         return _Shrunken(layer, name, self.moments[name], self.window)
 
 
+@dataclass(frozen=True)
+class OwnStatistics:
+    """Those of each image alone, whatever else is in the batch; a layer with a single position keeps the source's."""
+
+    def stand_in(self, layer: _BatchNorm, name: str) -> nn.Module:
+        return _Own(layer, name)
+
+
+class _Own(StandIn):
+    def forward(self, input: Tensor) -> Tensor:
+        if input[0, 0].numel() == 1:
+            return self.normalized(input, *self.stored())
+        return F.instance_norm(input, None, None, self.weight, self.bias, use_input_stats=True, eps=self.eps)
+
+
 class Carrying(StandIn):
     """Statistics that go on from batch to batch: `carry` takes over those of the latest pass, once per batch."""
+
+    latest: tuple[Tensor, ...]
 
     def carry(self) -> None:
         raise NotImplementedError
@@ -116,7 +134,7 @@ class _Running(Carrying):
         self.register_buffer("test_mean", mean.clone())
         self.register_buffer("test_variance", variance.clone())
         self.momentum_of_test = momentum
-        self._latest = self.test_mean, self.test_variance
+        self.latest = self.test_mean, self.test_variance
 
     test_mean: Tensor
     test_variance: Tensor
@@ -125,12 +143,12 @@ class _Running(Carrying):
         mean, variance = batch_moments(input)
         w = self.momentum_of_test
         moved = self.test_mean + w * (mean - self.test_mean), self.test_variance + w * (variance - self.test_variance)
-        self._latest = moved
+        self.latest = moved
         return self.normalized(input, *moved)
 
     def carry(self) -> None:
-        self.test_mean.copy_(self._latest[0])
-        self.test_variance.copy_(self._latest[1])
+        self.test_mean.copy_(self.latest[0])
+        self.test_variance.copy_(self.latest[1])
 
 
 class _Shrunken(Carrying):
@@ -143,7 +161,7 @@ class _Shrunken(Carrying):
         for field in ("images", "moved", "widened"):  # sums over the images before, fading
             self.register_buffer(f"carried_{field}", torch.zeros_like(like if field != "images" else like[:1]))
         self.fading = 1 - 1 / window
-        self._latest = self.carried_images, self.carried_moved, self.carried_widened
+        self.latest = self.carried_images, self.carried_moved, self.carried_widened
 
     source_mean: Tensor
     source_mean_spread: Tensor
@@ -159,7 +177,7 @@ class _Shrunken(Carrying):
         images = self.fading * self.carried_images + 1
         moved = self.fading * self.carried_moved + mean - self.source_mean
         widened = self.fading * self.carried_widened + (variance + self.eps).log() - self.source_log_variance
-        self._latest = images, moved, widened
+        self.latest = images, moved, widened
         moved, widened = moved / images, widened / images
         mean = source_mean + excess(moved / self.source_mean_spread, images) * moved
         factor = (excess(widened / self.source_log_variance_spread, images) * widened).exp()
@@ -167,7 +185,7 @@ class _Shrunken(Carrying):
 
     def carry(self) -> None:
         for kept, latest in zip(
-            (self.carried_images, self.carried_moved, self.carried_widened), self._latest, strict=True
+            (self.carried_images, self.carried_moved, self.carried_widened), self.latest, strict=True
         ):
             kept.copy_(latest)
 

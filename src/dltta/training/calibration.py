@@ -1,22 +1,24 @@
 """Source side. How does the trained network behave at home? Measured without labels, on held-out images first."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dltta.discrepancy import batch_discrepancy, symmetric_kl
+from dltta.discrepancy import batch_discrepancy
 from dltta.memory import MemoryBank
-from dltta.models.calibration import Calibration, LayerSamples
+from dltta.models.calibration import Calibration, LayerSamples, Strangeness, log_variances
 from dltta.models.features import forward_with_features
 from dltta.models.normalization import use_test_statistics
-from dltta.models.statistics import Shrunken
-from dltta.predictions import probabilities
+from dltta.models.statistics import OwnStatistics
+from dltta.predictions import entropy, probabilities
 
 MOST = 64  # images; more change the spread of a mean by less than a tenth
+FEWEST = 8  # images that say something about the rare ones among them
+USUAL = 0.95  # the quantile that ends what is usual at home
 
 
 @torch.no_grad()
@@ -27,9 +29,9 @@ def calibrate(model: nn.Module, images: Sequence[Tensor], *, layer: str | None =
     - `images`: how many
     - `shares`: per class the least and the greatest share of an image that was answered with it
     - `marginal_entropy`: the least entropy of an image's mean prediction
-    - `jitter`: the greatest divergence (symmetric, as Eq. (4)) between the answer with stored and with the image's own,
-      shrunken statistics: how far a harmless change of normalization moves an answer; 0 without batch normalization
     - `discrepancy`: the median discrepancy of the images to their 8 nearest among the 20 before them; None if too few
+    - `strangeness`, see there; None without batch normalization or with fewer than 8 images
+    - `doubt`, see there; None unless the prediction is dense, or with fewer than 8 images
     """
     chosen = list(images)[:MOST]
     device = next(model.parameters()).device
@@ -49,10 +51,12 @@ def calibrate(model: nn.Module, images: Sequence[Tensor], *, layer: str | None =
             memory.layer = seen.layer
             memory.push(seen.features, prediction)
     calibration = Calibration(samples.stacked(), samples.eps)
+    enough, dense = len(chosen) >= FEWEST, predictions[0].ndim > 2
     answers = {
         **answer_ranges(predictions),
-        "jitter": _jitter(model, chosen, predictions, calibration),
         "discrepancy": median(discrepancies) if discrepancies else None,
+        "strangeness": strangeness(model, chosen, calibration) if enough and calibration.layers else None,
+        "doubt": doubt(model, chosen) if enough and dense else None,
     }
     return Calibration(calibration.layers, calibration.eps, answers)
 
@@ -72,11 +76,71 @@ def _dense(prediction: Tensor) -> Tensor:
     return prediction if prediction.ndim > 2 else prediction[..., None]
 
 
-def _jitter(model: nn.Module, images: Sequence[Tensor], answers: Sequence[Tensor], calibration: Calibration) -> float:
-    if not calibration.layers:
-        return 0.0
-    own = copy.deepcopy(model)
-    use_test_statistics(own, Shrunken(calibration.moments()))
+def strangeness(model: nn.Module, images: Sequence[Tensor], calibration: Calibration) -> dict[str, float]:
+    """How strange images are at home, each measured against the others, and how strange their negatives are.
+
+    - `first`: what 95 % of the images stay below at the first layer, which sees the scanner before the content
+    - `usual`: the same for the median over all layers
+    - `negative`: the median of the images' negatives, over all layers
+    """
+    home = _left_out(calibration)
     device = next(model.parameters()).device
-    moved = [probabilities(own(image[None].to(device))).cpu() for image in images]
-    return max(symmetric_kl(a, b).max().item() for a, b in zip(moved, answers, strict=True))
+    samples = LayerSamples()
+    with samples.watching(model):
+        for image in images:
+            model(negative(image)[None].to(device))
+    negatives = Strangeness(calibration)(samples.stacked()).median(0).values
+    return {
+        "first": home[0].quantile(USUAL).item(),
+        "usual": home.median(0).values.quantile(USUAL).item(),
+        "negative": negatives.median().item(),
+    }
+
+
+def doubt(model: nn.Module, images: Sequence[Tensor]) -> dict[str, float]:
+    """The mean entropy of answers when every image is normalized by its own statistics, which takes the scanner away.
+
+    - `median` of the images
+    - `usual`: what 95 % of them stay below
+    - `shuffled`: the median of the images with their pixels in random order: as bright, and nothing to be seen
+    """
+    alone = copy.deepcopy(model)
+    use_test_statistics(alone, OwnStatistics())
+    device = next(model.parameters()).device
+
+    def over(change: Callable[[Tensor], Tensor]) -> Tensor:
+        return torch.tensor([entropy(alone(change(image)[None].to(device))).mean().item() for image in images])
+
+    home, noise = over(lambda image: image), over(shuffled)
+    return {"median": home.median().item(), "usual": home.quantile(USUAL).item(), "shuffled": noise.median().item()}
+
+
+def negative(image: Tensor) -> Tensor:
+    """What is bright becomes dark, within the range that each channel (C, *spatial) has."""
+    flat = image.flatten(1)
+    return (flat.amax(1, keepdim=True) + flat.amin(1, keepdim=True) - flat).view_as(image)
+
+
+def shuffled(image: Tensor) -> Tensor:
+    """The positions of (C, *spatial) in random order, the same every time and for all channels."""
+    flat = image.flatten(1)
+    order = torch.randperm(flat.shape[1], generator=torch.Generator().manual_seed(0))
+    return flat[:, order].view_as(image)
+
+
+def _left_out(calibration: Calibration) -> Tensor:
+    """The strangeness of each image to a calibration with the others: (layers, N)."""
+    rows = []
+    for name, (means, variances) in calibration.layers.items():
+        parts = means.double(), log_variances(variances.double(), calibration.eps[name])
+        rows.append(torch.cat([_deviations_from_others(part) for part in parts], 1).square().mean(1).float())
+    return torch.stack(rows)
+
+
+def _deviations_from_others(values: Tensor) -> Tensor:
+    """(N, C): each row's deviation from the mean of the others, in standard deviations of the others."""
+    others = len(values) - 1
+    mean = (values.sum(0) - values) / others
+    square = (values.square().sum(0) - values.square()) / others
+    spread = ((square - mean.square()).clamp_min(0) * others / (others - 1)).sqrt()
+    return (values - mean) / spread.clamp_min(torch.finfo(torch.float32).tiny)
