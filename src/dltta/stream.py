@@ -139,7 +139,7 @@ class Stream:
         self._summary, self._tick = Summary(), tick
         self._batch: list[Waiting] = []
         self._echoes: list[tuple[Incoming, str]] = []  # cases with the content of one in the batch
-        with closing(prefetch(cases, self._load, ahead=self.batch_size)) as arriving:  # type: ignore[type-var]  # it is a generator
+        with closing(prefetch(cases, self._load, ahead=self.batch_size)) as arriving:
             for case, found in arriving:
                 self._take(case, found)
             self._finish_batch()
