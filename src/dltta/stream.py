@@ -62,7 +62,7 @@ class StreamSettings:
     method: str = "tent"
     rate: str = "relative"
     mode: Literal["continual", "image-specific", "shadow", "frozen"] = "continual"
-    adaptation: AdaptationSettings = field(default_factory=AdaptationSettings)
+    adaptation: AdaptationSettings = field(default_factory=lambda: AdaptationSettings(ready="neighbors", guard=True))
     on_error: Literal["stop", "skip"] = "stop"
     save_probabilities: bool = False
     anonymize: bool = False
