@@ -115,7 +115,7 @@ class Stream:
         self.adaptation = _adaptation(opened, settings)
         self.batch_size = self.adaptation.batch_size or 1
         self.adapter = _make_adapter(opened, settings, self.adaptation)
-        trained = Adapter(opened.model, Source()) if settings.mode == "shadow" else None
+        trained = Adapter(opened.model, Source(), layout="given") if settings.mode == "shadow" else None
         self.answering = Answering(opened, self.adapter, trained, whole=settings.mode != "image-specific")
         self.folder = StateFolder(output / STATE)
         self._resume = resume
@@ -400,7 +400,7 @@ def _one_size(opened: OpenedModel) -> bool:
 
 def _make_adapter(opened: OpenedModel, settings: StreamSettings, adaptation: AdaptationSettings) -> Adapter:
     if settings.mode == "frozen":
-        return Adapter(opened.model, Source())
+        return Adapter(opened.model, Source(), layout="given")
     rate = "none" if settings.method in WITHOUT_RATE else settings.rate
     return make_adapter(opened, settings.method, rate, adaptation)
 
