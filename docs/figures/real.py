@@ -114,7 +114,7 @@ def harm(found: dict, rate: str) -> str:
         home = "–" if cell["home"] is None else f"{cell['home']:.1f}"
         lines.append(f"| {task}, {target} | {home} | {source:.1f} | " + " | ".join(shown) + " |")
     share = ["–" if not closed[m] else f"{100 * fmean(closed[m]):.0f} %" for m in methods]
-    lines.append("| *gap to home closed, mean* | | | " + " | ".join(share) + " |")
+    lines.append("| *gap to home closed, mean over what was run* | | | " + " | ".join(share) + " |")
     return "\n".join(lines)
 
 

@@ -77,9 +77,9 @@ class Adapter(nn.Module):
     `steps` gradient steps are taken per batch. `mode="image-specific"` returns network and optimizer to the source
     before every batch; the memory goes on. `predict="before"` answers from the pass before the last update and saves
     the pass after it. `guard` may undo an update or answer with the network as it was given (`Step.ruling`), for the
-    price of one to three more passes.
-    `layout="auto"` makes the network faster where that was measured to help (convolutions on a CPU:
-    weights channels-last), which changes answers by rounding; `layout="given"` leaves it as it is.
+    price of one to three more passes. `layout="auto"` makes the network faster where that was measured to help
+    (convolutions on a CPU: weights channels-last), which changes answers by rounding; `layout="given"` leaves it as it
+    is.
 
     A step that raises leaves everything as it was. `train()` and `eval()` do not reach the network: it always runs in
     evaluation mode, as the objective prepared it.

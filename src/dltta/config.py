@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import torch
 
-from dltta.adapter import Adapter, Mode
+from dltta.adapter import Adapter, Layout, Mode
 from dltta.data.camelyon17 import Camelyon17
 from dltta.data.case import Dataset, Task
 from dltta.data.folders import SiteFolder, Slices, open_site
@@ -218,7 +218,8 @@ def make_adapter(checkpoint: Checkpoint | OpenedModel, method: str, rate: str, s
     objective = make_objective(method, checkpoint, make_statistics(statistics, calibration, settings.batch_size or 1))
     guard = make_guard(calibration) if settings.guard and adapting else None
     if method in WITHOUT_RATE:
-        return Adapter(checkpoint.model, objective, guard=guard)
+        layout: Layout = "given" if method == "source" else "auto"  # the network exactly as it was trained
+        return Adapter(checkpoint.model, objective, guard=guard, layout=layout)
     rule = make_rate(rule_name, alpha if alpha is not None else settings.alpha or 0.0, calibration)
     return Adapter(
         checkpoint.model,

@@ -62,7 +62,7 @@ class StreamSettings:
     method: str = "tent"
     rate: str = "relative"
     mode: Literal["continual", "image-specific", "shadow", "frozen"] = "continual"
-    adaptation: AdaptationSettings = field(default_factory=AdaptationSettings)
+    adaptation: AdaptationSettings = field(default_factory=lambda: AdaptationSettings(ready="neighbors", guard=True))
     on_error: Literal["stop", "skip"] = "stop"
     save_probabilities: bool = False
     anonymize: bool = False
@@ -115,7 +115,7 @@ class Stream:
         self.adaptation = _adaptation(opened, settings)
         self.batch_size = self.adaptation.batch_size or 1
         self.adapter = _make_adapter(opened, settings, self.adaptation)
-        trained = Adapter(opened.model, Source()) if settings.mode == "shadow" else None
+        trained = Adapter(opened.model, Source(), layout="given") if settings.mode == "shadow" else None
         self.answering = Answering(opened, self.adapter, trained, whole=settings.mode != "image-specific")
         self.folder = StateFolder(output / STATE)
         self._resume = resume
@@ -139,7 +139,7 @@ class Stream:
         self._summary, self._tick = Summary(), tick
         self._batch: list[Waiting] = []
         self._echoes: list[tuple[Incoming, str]] = []  # cases with the content of one in the batch
-        with closing(prefetch(cases, self._load, ahead=self.batch_size)) as arriving:  # type: ignore[type-var]  # it is a generator
+        with closing(prefetch(cases, self._load, ahead=self.batch_size)) as arriving:
             for case, found in arriving:
                 self._take(case, found)
             self._finish_batch()
@@ -400,7 +400,7 @@ def _one_size(opened: OpenedModel) -> bool:
 
 def _make_adapter(opened: OpenedModel, settings: StreamSettings, adaptation: AdaptationSettings) -> Adapter:
     if settings.mode == "frozen":
-        return Adapter(opened.model, Source())
+        return Adapter(opened.model, Source(), layout="given")
     rate = "none" if settings.method in WITHOUT_RATE else settings.rate
     return make_adapter(opened, settings.method, rate, adaptation)
 

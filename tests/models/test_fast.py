@@ -89,6 +89,14 @@ def test_activations_follow_from_the_first_layer_of_a_single_channel_image():
     assert not answer.is_contiguous()
 
 
+def test_the_default_feature_layer_is_the_same():
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 9, 1))  # as wide as can be
+    for layout in ("given", "auto"):
+        adapter = Adapter(model, Tent(), Fixed(0.1), memory=MemoryBank(capacity=2, neighbors=1), layout=layout)
+        adapter.step(torch.rand(1, 1, 8, 8))
+        assert adapter.memory.layer == "2"
+
+
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("shape", [(1, 3, 5, 4), (3, 3, 5, 4), (1, 3, 5, 4, 2), (2, 3, 5, 4, 2)])
 @pytest.mark.parametrize("last", [True, False])

@@ -65,3 +65,30 @@ def test_nearest_layer_names_are_offered():
 def test_a_network_of_one_layer_has_no_features():
     with pytest.raises(SettingError, match="name one"):
         find_feature_layer(nn.Sequential(nn.Linear(3, 2)), torch.randn(2, 3))
+
+
+class Overwriting(nn.Module):
+    """An activation in place behind the features, as in MONAI's DenseNet."""
+
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Conv2d(1, 4, 3)
+        self.head = nn.Sequential(nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+        self.passes = 0
+
+    def forward(self, x):
+        self.passes += 1
+        return self.head(self.features(x))
+
+
+@pytest.mark.parametrize(("layer", "passes"), [("features", 1), (None, 2)])
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad])
+def test_features_are_what_the_layer_gave_even_if_it_is_overwritten(layer, passes, context):
+    model, x = Overwriting(), torch.randn(3, 1, 8, 8)
+    with context():
+        seen = forward_with_features(model, layer, x)
+    assert seen.layer == "features"
+    assert torch.equal(seen.features, model.features(x))
+    assert (seen.features < 0).any()
+    assert torch.equal(seen.logits, model.head(model.features(x)))
+    assert model.passes == passes  # a search runs the network again only because it was overwritten

@@ -141,6 +141,12 @@ def test_sites_that_do_not_fit_are_refused(tmp_path):
         frame(tmp_path, TwoStages(), targets=[Blobs("classification")]).run()
 
 
+def test_several_processes_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SettingError, match="two trains in one process; start it without torchrun"):
+        frame(tmp_path, TwoStages()).run()
+
+
 def test_a_source_training_can_begin_with_given_weights(tmp_path):
     training = frame(tmp_path, TwoStages(), learning_rate=1e-12, epochs=1)
     start = training.network()

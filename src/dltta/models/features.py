@@ -1,7 +1,7 @@
 """2 networks. Which layer's output tells what an image is like, and how is it taken along with the prediction?"""
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -43,17 +43,44 @@ def forward_pass(model: nn.Module, x: Tensor) -> Seen:
 def forward_with_features(model: nn.Module, layer: str | None, x: Tensor) -> Seen:
     """The forward pass and what the layer gave in it; None finds the layer in the same pass. No hook outlives the call.
 
-    The features of a layer that runs more than once are those of its last run.
+    The features of a layer that runs more than once are those of its last run. They are a copy: an activation behind
+    the layer may work in place, as those of MONAI's DenseNet do. A search copies nothing, so a network that overwrote
+    what was found is run once more.
     """
-    watched = dict(model.named_modules()) if layer is None else {layer: find_layer(model, layer)}
-    with _outputs(watched) as outputs:
+    if layer is None:
+        return _search(model, x)
+    with _outputs({layer: find_layer(model, layer)}, _copied) as outputs:
         logits = _logits(model(x))
-    layer = deepest_layer(outputs, logits) if layer is None else layer
     features = outputs.get(layer)
     if not isinstance(features, Tensor):
         found = "was not run" if layer not in outputs else f"gives a {type(features).__name__}, not a tensor"
         raise SettingError(f"layer {layer!r} {found}; choose a layer whose output is a tensor")
-    return Seen(logits, features.detach(), layer)
+    return Seen(logits, features, layer)
+
+
+def _search(model: nn.Module, x: Tensor) -> Seen:
+    versions: dict[str, int] = {}
+
+    def note(name: str, output: Any) -> Any:
+        versions[name] = _version(output)
+        return output
+
+    with _outputs(dict(model.named_modules()), note) as outputs:
+        answer = model(x)
+    logits = _logits(answer)
+    layer = deepest_layer(outputs, answer)
+    if _version(outputs[layer]) != versions[layer]:
+        return forward_with_features(model, layer, x)
+    return Seen(logits, outputs[layer].detach(), layer)
+
+
+def _copied(name: str, output: Any) -> Any:
+    return output.detach().clone() if isinstance(output, Tensor) else output
+
+
+def _version(output: Any) -> int:
+    """How often a tensor was written to in place."""
+    return output._version if isinstance(output, Tensor) and not output.is_inference() else 0
 
 
 def find_feature_layer(model: nn.Module, x: Tensor) -> str:
@@ -93,14 +120,14 @@ def _before_the_head(tensors: dict[str, Tensor]) -> str:
 
 
 @contextmanager
-def _outputs(layers: dict[str, nn.Module]) -> Iterator[dict[str, Any]]:
-    """What each layer gives while the context lasts, by name in order of completion."""
+def _outputs(layers: dict[str, nn.Module], keep: Callable[[str, Any], Any]) -> Iterator[dict[str, Any]]:
+    """What each layer gives while the context lasts, as kept, by name in order of completion."""
     outputs: dict[str, Any] = {}
 
     def record(name: str) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
             outputs.pop(name, None)
-            outputs[name] = output
+            outputs[name] = keep(name, output)
 
         return hook
 

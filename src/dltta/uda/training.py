@@ -9,6 +9,7 @@ MODEL/
   source/ …               source trainings that the method asked for, each a checkpoint folder
 """
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -119,7 +120,7 @@ class UDATraining:
     def run(self) -> Checkpoint:
         if self.resume and (found := finished(self.folder, self.fingerprint)) is not None:
             return found
-        if Ranks.join(self.device).world > 1:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise SettingError(f"{self.method.name} trains in one process; start it without torchrun")
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self.resume:

@@ -1,0 +1,187 @@
+"""How long does `dltta adapt` take beside the adaptation itself, and does its memory grow along a stream?
+
+    python benchmarks/adapt.py                              200 images of 512 x 512, then 1000 of 128 x 128
+    python benchmarks/adapt.py --images 10 --stream 50      to see that it works
+
+Adaptation alone is `Adapter.step` on images that lie in memory, with the settings that `dltta adapt` has. The command
+is run as one types it: a new Python, files in, answers, log and state out. Both are processes of their own, one after
+the other, and both are timed by the clock and by the processor. Writes docs/results/speed_adapt.json and from it
+docs/speed-adapt.md.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image as Pillow
+from scipy.ndimage import gaussian_filter
+
+from dltta.config import AdaptationSettings
+from dltta.data.incoming import find_incoming, read_incoming
+from dltta.data.transforms import Preprocessing
+from dltta.evaluation.provenance import Provenance
+from dltta.models.architecture import Architecture
+from dltta.models.loading import Checkpoint, save_checkpoint
+from dltta.models.opening import open_model
+from dltta.stream import Stream, StreamSettings
+
+DOCS = Path(__file__).parent.parent / "docs"
+TARGET = 1.15
+SETTINGS = StreamSettings(adaptation=AdaptationSettings(ready="neighbors", guard=True))  # those of `dltta adapt`
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=200)
+    parser.add_argument("--size", type=int, default=512)
+    parser.add_argument("--stream", type=int, default=1000, help="images along which memory is watched")
+    parser.add_argument("--stream-size", type=int, default=128)
+    parser.add_argument("--width", type=int, default=16, help="of the U-Net; 16 is the paper's")
+    parser.add_argument("--output", type=Path, default=DOCS, help="where the result and the page go")
+    parser.add_argument("--alone", nargs=2, metavar=("MODEL", "IMAGES"), help=argparse.SUPPRESS)
+    parser.add_argument("--memory", nargs=3, metavar=("MODEL", "IMAGES", "OUT"), help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.alone:
+        print(json.dumps(alone(*chosen.alone)))
+    elif chosen.memory:
+        print(json.dumps(memory(*chosen.memory)))
+    else:
+        result = measure(chosen)
+        results = chosen.output / "results"
+        results.mkdir(parents=True, exist_ok=True)
+        (results / "speed_adapt.json").write_text(json.dumps(result, indent=1) + "\n")
+        (chosen.output / "speed-adapt.md").write_text(page(result))
+        print(page(result))
+
+
+def measure(chosen: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        model = make_model(folder / "model", chosen.width)
+        images = make_images(folder / "images", chosen.images, chosen.size)
+        many = make_images(folder / "many", chosen.stream, chosen.stream_size)
+        pure, _, _ = timed(sys.executable, __file__, "--alone", model, images)
+        adapt = (sys.executable, "-m", "dltta", "adapt", "-m", model, "-i", images, "-o", folder / "out")
+        _, wall, processor = timed(*adapt)
+        lines = [json.loads(line) for line in (folder / "out" / "stream.jsonl").read_bytes().splitlines()]
+        answered = [line["seconds"] for line in lines if "answer" in line]
+        if len(answered) != chosen.images:
+            raise SystemExit(f"{len(answered)} of {chosen.images} images were answered")
+        grown, _, _ = timed(sys.executable, __file__, "--memory", model, many, folder / "grown")
+    return {
+        "images": chosen.images,
+        "size": chosen.size,
+        "width": chosen.width,
+        "alone": pure,
+        "adapt": {"seconds": wall, "processor": processor, "cases": sum(answered)},
+        "memory": {"images": chosen.stream, "size": chosen.stream_size, **grown},
+        "provenance": asdict(Provenance.collect(seeds=(0,), data={})),
+    }
+
+
+def make_model(folder: Path, width: int) -> Path:
+    """The paper's U-Net with weights of chance: as fast as a trained one."""
+    architecture = Architecture("unet", 2, 1, 2, {"width": width})
+    checkpoint = Checkpoint(
+        architecture.build(seed=0), architecture, "segmentation", ("background", "x"), Preprocessing("scale", 255.0)
+    )
+    save_checkpoint(folder, checkpoint)
+    return folder
+
+
+def make_images(folder: Path, count: int, size: int) -> Path:
+    """Grey PNG files of soft structures with noise, which compress like images do."""
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    for number in range(count):
+        soft = gaussian_filter(random.normal(size=(size, size)), size / 30)
+        values = 128 + 50 * soft / soft.std() + 8 * random.normal(size=(size, size))
+        Pillow.fromarray(values.clip(0, 255).astype(np.uint8)).save(folder / f"image{number:05d}.png")
+    return folder
+
+
+def timed(*command: Any) -> tuple[Any, float, float]:
+    """What a process printed, as JSON if it is, and its seconds by the clock and by the processor."""
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    done = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, text=True, check=True)
+    wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return json.loads(done.stdout) if done.stdout.startswith("{") else done.stdout, wall, processor
+
+
+def alone(model: str, images: str) -> dict[str, float]:
+    """Adaptation and nothing else."""
+    opened = open_model(model)
+    adapter = Stream(opened, Path("nowhere"), SETTINGS).adapter
+    ready = [opened.prepare(read_incoming(case)).image[None] for case in find_incoming(images)]
+    started, processor = time.perf_counter(), time.process_time()
+    for x in ready:
+        adapter.step(x)
+    return {"seconds": time.perf_counter() - started, "processor": time.process_time() - processor}
+
+
+def memory(model: str, images: str, output: str) -> dict[str, Any]:
+    """Resident megabytes along a stream, at twenty places."""
+    cases = find_incoming(images)
+    every = max(len(cases) // 20, 1)
+    seen: list[list[float]] = []
+
+    def look(line: Any) -> None:
+        look.count += 1  # type: ignore[attr-defined]
+        if look.count % every == 0:  # type: ignore[attr-defined]
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            seen.append([look.count, pages * os.sysconf("SC_PAGE_SIZE") / 1e6])  # type: ignore[attr-defined]
+
+    look.count = 0  # type: ignore[attr-defined]
+    with Stream(open_model(model), Path(output), SETTINGS) as stream:
+        stream.run(cases, look)
+    half = seen[len(seen) // 2 :]
+    slope = np.polyfit(*np.array(half).T, 1)[0] * 1e6 if len(half) > 1 else 0.0
+    return {"megabytes": seen, "bytes_per_case": float(slope)}
+
+
+def page(result: dict[str, Any]) -> str:
+    adapt, pure, grown = result["adapt"], result["alone"], result["memory"]
+    count, size = result["images"], result["size"]
+    ratio, busy = adapt["seconds"] / pure["seconds"], adapt["processor"] / pure["processor"]
+    machine = result["provenance"]["machine"]
+    samples = [grown["megabytes"][i] for i in (0, len(grown["megabytes"]) // 2, -1)]
+    memory = "\n".join(f"| {int(case)} | {megabytes:.0f} MB |" for case, megabytes in samples)
+    return f"""# What `dltta adapt` costs beside the adaptation
+
+Made by `python benchmarks/adapt.py`: {count} images of {size} × {size}, U-Net of width {result["width"]}, `tent` with
+the relative rate and the guard, {machine["torch_threads"]} of {machine["cores"]} cores of {machine["cpu"]}.
+
+| | seconds per image | processor seconds per image |
+|---|---|---|
+| adaptation alone, images in memory | {pure["seconds"] / count:.3f} | {pure["processor"] / count:.3f} |
+| `dltta adapt`, from start to end | {adapt["seconds"] / count:.3f} | {adapt["processor"] / count:.3f} |
+| ratio | {ratio:.2f} | {busy:.2f} |
+| the same without starting Python and loading the network | {adapt["cases"] / pure["seconds"]:.2f} | |
+
+The next image is read while the network works; answer, state and log are on the disk before the next one begins. The
+target is a ratio of at most {TARGET}.
+
+Resident memory along a stream of {grown["images"]} images of {grown["size"]} × {grown["size"]}:
+
+| after images | resident |
+|---|---|
+{memory}
+
+In the second half it changes by {grown["bytes_per_case"]:.0f} bytes per image.
+"""
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    main()

@@ -1,0 +1,33 @@
+"""What the examples show runs as it stands."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_adapting_to_a_folder(tmp_path, capsys):
+    load(ROOT / "examples" / "adapt_folder.py").main(tmp_path)
+    out = capsys.readouterr().out
+    assert "  3 answered, 0 had their answer" in out
+    assert "  6 answered, 3 had their answer" in out
+    assert "wrong with the record: nothing" in out
+    assert "back to version 4, which is now version 10" in out
+    lines = [json.loads(line) for line in (tmp_path / "answers" / "stream.jsonl").read_text().splitlines()]
+    assert lines[9]["discrepancy"] > 0
+    assert lines[8]["discrepancy"] is None
+    assert (tmp_path / "adapted" / "model.json").is_file()
+
+
+def test_page_on_the_speed_of_adapt_is_the_one_that_its_result_gives():
+    result = json.loads((ROOT / "docs" / "results" / "speed_adapt.json").read_text())
+    page = load(ROOT / "benchmarks" / "adapt.py").page(result)
+    assert page == (ROOT / "docs" / "speed-adapt.md").read_text()
