@@ -105,6 +105,7 @@ class Adapter(nn.Module):
             self.predict: Predict = predict
             self.taken = 0  # batches adapted to so far
             self._adapted = self._prepare()
+            self._buffered = [module for module in self.model.modules() if module._buffers]
             self._optimizer = optimizer(self._adapted) if self._adapted else None
             if memory is not None and memory.layer is not None:
                 find_layer(self.model, memory.layer)
@@ -306,8 +307,8 @@ class _Snapshot:
 
     def __init__(self, adapter: Adapter) -> None:
         self._optimizer = adapter._optimizer
-        live = [*adapter._adapted, *adapter.model.buffers()]
-        self._tensors = [(tensor, tensor.detach().clone()) for tensor in live]
+        buffers = (buffer for module in adapter._buffered for buffer in module._buffers.values() if buffer is not None)
+        self._tensors = [(tensor, tensor.detach().clone()) for tensor in chain(adapter._adapted, buffers)]
         self._optimizer_state = copy.deepcopy(self._optimizer.state_dict()) if self._optimizer is not None else None
 
     def restore(self) -> None:

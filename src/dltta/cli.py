@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from dltta.allocator import keep_freed_memory
 from dltta.config import (
     METHODS,
     OPTIMIZERS,
@@ -55,6 +56,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print a machine-readable res
 
 def main() -> None:
     """The entry point: a mistake is one line and exit code 2; anything that is not one keeps its traceback."""
+    keep_freed_memory()
     try:
         sys.exit(app(standalone_mode=False))
     except DlttaError as error:

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from dltta.errors import SettingError, StateError
 from dltta.files import write_atomically
+from dltta.models.fast import speed_up
 from dltta.training.examples import Examples
 
 Row = dict[str, Any]  # one epoch of the history: stage, epoch, mean losses, scores
@@ -135,6 +136,7 @@ def fit(
     """Train the module's parameters that require gradients; continues where the journal stands."""
     if plan.batch_size % ranks.world:
         raise SettingError(f"batch_size {plan.batch_size} cannot be shared by {ranks.world} processes evenly")
+    speed_up(module)
     optimizer = torch.optim.Adam([p for p in module.parameters() if p.requires_grad], lr=plan.learning_rate)
     done = journal.restore(plan.stage, module, optimizer)
     wrapped = DistributedDataParallel(module, find_unused_parameters=True) if ranks.world > 1 else module
