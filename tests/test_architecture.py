@@ -9,7 +9,7 @@ import dltta
 
 ROOT = Path(dltta.__file__).parent
 RANK = [
-    {"version", "errors", "files"},
+    {"version", "errors", "files", "allocator"},
     {"data"},
     {"predictions", "discrepancy", "neighbors"},
     {"models"},

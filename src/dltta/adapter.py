@@ -119,6 +119,7 @@ class Adapter(nn.Module):
             self._given = [] if guard is None else as_given(self.model)  # not part of this module's state
             self._adapted = self._prepare()
             self._carrying = carrying_layers(self.model)
+            self._buffered = [module for module in self.model.modules() if module._buffers]
             self._optimizer = optimizer(self._adapted) if self._adapted else None
             if memory is not None and memory.layer is not None:
                 find_layer(self.model, memory.layer)
@@ -422,8 +423,8 @@ class _Snapshot:
 
     def __init__(self, adapter: Adapter) -> None:
         self._optimizer = adapter._optimizer
-        live = [*adapter._adapted, *adapter.model.buffers()]
-        self._tensors = [(tensor, tensor.detach().clone()) for tensor in live]
+        buffers = (buffer for module in adapter._buffered for buffer in module._buffers.values() if buffer is not None)
+        self._tensors = [(tensor, tensor.detach().clone()) for tensor in chain(adapter._adapted, buffers)]
         self._optimizer_state = copy.deepcopy(self._optimizer.state_dict()) if self._optimizer is not None else None
 
     def state_dict(self) -> dict[str, Any]:

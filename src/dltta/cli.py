@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from dltta.allocator import keep_freed_memory
 from dltta.config import (
     METHODS,
     OPTIMIZERS,
@@ -103,6 +104,7 @@ LEARNING, ARRIVING, SAFETY = "What is learned", "Which images, and when", "What 
 
 def main() -> None:
     """The entry point: a mistake is one line and exit code 2; anything that is not one keeps its traceback."""
+    keep_freed_memory()
     try:
         code = app(standalone_mode=False)
     except DlttaError as error:

@@ -139,6 +139,16 @@ def test_stored_statistics_of_instance_normalization_are_kept_in_use():
     assert not torch.allclose(Adapter(model, PTBN())(x), expected)
 
 
+def test_statistics_of_instance_normalization_are_collected_in_training():
+    model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.InstanceNorm2d(2, track_running_stats=True)).train()
+    slow = copy.deepcopy(model)
+    speed_up(model)
+    x = torch.randn(3, 2, 4, 4) + 5
+    torch.testing.assert_close(model(x), slow(x))
+    assert torch.equal(model[1].running_mean, slow[1].running_mean)
+    assert model[1].running_mean.any()
+
+
 def test_hooks_of_the_caller_survive():
     seen = []
     model = instance(2).eval()

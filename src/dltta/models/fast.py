@@ -41,8 +41,7 @@ class _Kernels(_InstanceNorm):
     """
 
     def _apply_instance_norm(self, input: Tensor) -> Tensor:
-        stored = self.track_running_stats and not self.training
-        if stored or input.shape[2:].numel() == 1:  # a single position has no statistics: let torch say so
+        if self.track_running_stats or input.shape[2:].numel() == 1:  # a single position: let torch refuse it
             answer: Tensor = super()._apply_instance_norm(input)  # type: ignore[no-untyped-call]  # torch's
             return answer
         if len(input) == 1 and not input.is_contiguous():

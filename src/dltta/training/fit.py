@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from dltta.errors import SettingError, StateError
 from dltta.files import write_atomically
+from dltta.models.fast import speed_up
 from dltta.training.examples import Examples
 
 Batch = Sequence[Tensor]
@@ -184,6 +185,7 @@ def fit(
     finish: Finish,
 ) -> None:
     """Train the module's parameters that require gradients; continues where the journal stands."""
+    speed_up(module)
     optimizer = torch.optim.Adam([p for p in module.parameters() if p.requires_grad], lr=plan.learning_rate)
     wrapped = DistributedDataParallel(module, find_unused_parameters=True) if ranks.world > 1 else module
     learner = Supervised(module, wrapped, optimizer)

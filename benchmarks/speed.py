@@ -1,0 +1,116 @@
+"""How long does a step take, and what for? `make bench-speed`, or in seconds: python benchmarks/speed.py --quick
+
+Writes benchmarks/results/speed.json and from it docs/speed.md (with --quick: runs/speed.json and runs/speed.md). Every
+workload, allocator setting and memory measurement runs in a process of its own, one after the other; what is compared
+is always from one process. Leave the machine alone meanwhile.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import parts
+from dltta.allocator import keep_freed_memory
+from dltta.evaluation.provenance import Provenance
+from speed_page import page
+from workloads import WORKLOADS
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    settings = _parser().parse_args(arguments)
+    if settings.part is not None:
+        _run_part(settings)
+        return
+    folder = ROOT / ("runs" if settings.quick else "benchmarks/results")
+    output = settings.output or folder / "speed.json"
+    shown = settings.page or (output.with_suffix(".md") if settings.quick else ROOT / "docs" / "speed.md")
+    results = _collect(settings)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    shown.write_text(page(results))
+    print(f"wrote {output} and {shown}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--repeats", type=int, help="rounds that are counted; by default as many as suit the workload")
+    parser.add_argument("--quick", action="store_true", help="small images and few rounds: tries the program")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--compile", action="store_true", help="measure torch.compile too (minutes per workload)")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--page", type=Path)
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--allocator", choices=["default", "keep"], default="keep", help=argparse.SUPPRESS)
+    parser.add_argument("--row", default="", help=argparse.SUPPRESS)
+    return parser
+
+
+def _collect(settings: argparse.Namespace) -> dict[str, Any]:
+    def part(name: str, **options: str) -> Any:
+        return _in_a_process(settings, name, options)
+
+    results: dict[str, Any] = {"quick": settings.quick, "machine": part("machine")}
+    results["workloads"] = {name: _workload(name, part, settings) for name in settings.workloads}
+    if "histology" in settings.workloads:
+        results["recall"] = part("recall", workloads="histology")
+    results["stream"] = part("stream")
+    results["training"] = part("training")
+    return results
+
+
+def _workload(name: str, part: Callable[..., Any], settings: argparse.Namespace) -> dict[str, Any]:
+    measured = part("timing", workloads=name)
+    measured["options"] = {
+        allocator: part("options", workloads=name, allocator=allocator) for allocator in ("default", "keep")
+    }
+    for row in measured["rows"]:
+        row["peak_bytes"] = part("memory", workloads=name, row=row["name"])
+    if settings.compile:
+        measured["compile"] = part("compile", workloads=name)
+    return measured
+
+
+def _in_a_process(settings: argparse.Namespace, part: str, options: dict[str, str]) -> Any:
+    print("measuring", part, *options.values(), flush=True)
+    command = [sys.executable, __file__, "--part", part, "--threads", str(settings.threads)]
+    command += [text for name, value in options.items() for text in (f"--{name}", value)]
+    command += ["--quick"] if settings.quick else []
+    command += ["--repeats", str(settings.repeats)] if settings.repeats else []
+    environment = {**os.environ, "OMP_NUM_THREADS": str(settings.threads)}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _run_part(settings: argparse.Namespace) -> None:
+    """What the process for one part does: the last line that it prints is its result."""
+    kept = settings.allocator == "keep" and keep_freed_memory()
+    torch.set_num_threads(settings.threads)
+    if settings.part == "machine":
+        provenance = Provenance.collect(seeds=(0,), data={})
+        answer: Any = {
+            "version": provenance.version,
+            "commit": provenance.commit,
+            "packages": dict(provenance.packages),
+            **provenance.machine,
+            "bf16": parts.has_bf16(),
+            "allocator": "glibc, freed memory kept" if kept else "as the system has it",
+        }
+    else:
+        workload = WORKLOADS[settings.workloads[0]]
+        workload = workload.small() if settings.quick else workload
+        answer = parts.PARTS[settings.part](workload, settings)
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

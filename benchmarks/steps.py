@@ -1,0 +1,118 @@
+"""What is timed on a workload: a plain forward pass, every method with fixed and dynamic rate, the released order."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dltta import Adapter, Fixed, MemoryBank, Proportional
+from dltta.models.fast import speed_up
+from dltta.models.features import forward_with_features
+from dltta.objectives import PTBN, Tent
+from dltta.predictions import probabilities
+from released import ReleasedSequence
+from workloads import Workload
+
+PLAIN, PLAIN_FAST = "plain forward", "plain forward, channels-last"
+TENT_DYNAMIC = "Tent, dynamic"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that is timed; `batch` images are given to it."""
+
+    name: str
+    run: Callable[[], object]
+    batch: int
+    adapter: Adapter | None = None
+
+
+Make = Callable[[Workload], Row]
+
+
+def rows(workload: Workload) -> dict[str, Make]:
+    """How to make every row of a workload's table, in order."""
+    makers: dict[str, Make] = {
+        PLAIN: lambda w: _plain(w, PLAIN),
+        PLAIN_FAST: lambda w: _plain(w, PLAIN_FAST, fast=True),
+        "PTBN": lambda w: _adapted(w, "PTBN", "none"),
+    }
+    for method in ("Tent", "TTT", "ATTA"):
+        for rate in ("fixed", "dynamic"):
+            makers[f"{method}, {rate}"] = lambda w, method=method, rate=rate: _adapted(w, method, rate)
+    if workload.ttt_batch is not None:
+        makers[f"plain forward, batch {workload.ttt_batch}"] = lambda w: _plain(
+            w, f"plain forward, batch {w.ttt_batch}", batch=w.ttt_batch
+        )
+    makers["Tent, dynamic, as released"] = _released
+    return makers
+
+
+def baseline(workload: Workload, name: str) -> str:
+    """The plain forward pass that a row is compared with."""
+    smaller = name.startswith("TTT") and workload.ttt_batch is not None
+    return f"plain forward, batch {workload.ttt_batch}" if smaller else PLAIN
+
+
+def _plain(workload: Workload, name: str, *, fast: bool = False, batch: int | None = None) -> Row:
+    model, x = workload.model(), workload.images(batch)
+    if fast:
+        speed_up(model)
+
+    def run() -> Tensor:
+        with torch.inference_mode():
+            answer: Tensor = model(x)
+            return answer
+
+    return Row(name, run, len(x))
+
+
+def _adapted(workload: Workload, method: str, rate: str) -> Row:
+    x = workload.images(workload.ttt_batch if method == "TTT" else None)
+    adapter = make_adapter(workload, method, rate)
+    name = method if rate == "none" else f"{method}, {rate}"
+    return Row(name, lambda: adapter.step(x), len(x), adapter)
+
+
+def make_adapter(workload: Workload, method: str, rate: str, **options: object) -> Adapter:
+    """An adapter whose memory, if it has one, is full."""
+    model = workload.model()
+    if rate == "none":
+        return Adapter(model, PTBN(), **options)
+    objective = {"Tent": lambda: Tent(), "TTT": lambda: workload.ttt(model), "ATTA": lambda: workload.atta(model)}[
+        method
+    ]()
+    if rate == "fixed":
+        return Adapter(model, objective, Fixed(workload.alpha), **options)
+    bank = full_bank(workload, model)
+    return Adapter(model, objective, Proportional(workload.alpha), memory=bank, **options)
+
+
+def full_bank(workload: Workload, model: nn.Module, dtype: torch.dtype | None = None) -> MemoryBank:
+    """As if `capacity` images had gone by: copies of one prediction with some noise, each different."""
+    bank = MemoryBank(workload.layer, capacity=workload.capacity, neighbors=workload.neighbors, dtype=dtype)
+    features, prediction = seen_once(workload, model)
+    noise = torch.Generator().manual_seed(2)
+    while len(bank) < bank.capacity:
+        moved = features + 0.1 * features.std() * torch.randn(features.shape, generator=noise)
+        bank.push(moved, prediction)
+    return bank
+
+
+def seen_once(workload: Workload, model: nn.Module) -> tuple[Tensor, Tensor]:
+    """Features and probabilities of at most ten images."""
+    with torch.no_grad():
+        seen = forward_with_features(model, workload.layer, workload.images(min(10, workload.shape[0])))
+    assert seen.features is not None
+    return seen.features, probabilities(seen.logits)
+
+
+def _released(workload: Workload) -> Row:
+    model, x = workload.model(), workload.images()
+    sequence = ReleasedSequence(
+        model, Tent(), workload.layer, alpha=workload.alpha, capacity=workload.capacity, neighbors=workload.neighbors
+    )
+    sequence.fill(*seen_once(workload, copy.deepcopy(model)))
+    return Row("Tent, dynamic, as released", lambda: sequence.step(x), len(x))
