@@ -1,6 +1,6 @@
 """How long does a step take, and what for? `make bench-speed`, or in seconds: python benchmarks/speed.py --quick
 
-Writes benchmarks/results/speed.json and from it docs/speed.md (with --quick: runs/speed.json and runs/speed.md). Every
+Writes docs/results/speed.json and from it docs/speed.md (with --quick: runs/speed.json and runs/speed.md). Every
 workload, allocator setting and memory measurement runs in a process of its own, one after the other; what is compared
 is always from one process. Leave the machine alone meanwhile.
 """
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if settings.part is not None:
         _run_part(settings)
         return
-    folder = ROOT / ("runs" if settings.quick else "benchmarks/results")
+    folder = ROOT / ("runs" if settings.quick else "docs/results")
     output = settings.output or folder / "speed.json"
     shown = settings.page or (output.with_suffix(".md") if settings.quick else ROOT / "docs" / "speed.md")
     results = _collect(settings)

@@ -1,4 +1,7 @@
-"""What is measured: the paper's networks on its image sizes, and a larger color image. Weights are untrained: time does not depend on them."""
+"""What is measured: the paper's networks on its image sizes, and a larger color image.
+
+Weights are untrained: time does not depend on them.
+"""
 
 from dataclasses import dataclass, replace
 
