@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help setup test test-slow lint format demo clean
+.PHONY: help setup test test-slow lint format demo bench-speed bench-adapt bench-harm clean
 help:
 	@echo "make demo       train at a synthetic hospital A, adapt to hospital B; see runs/demo/oct/report.html"
 	@echo "make test       build .venv and run the tests"
 	@echo "make test-slow  the long tests"
 	@echo "make lint       ruff and mypy --strict"
 	@echo "make format     let ruff rewrite the code"
+	@echo "make bench-speed, bench-adapt, bench-harm   measure speed and the guard; rewrite their pages in docs"
 	@echo "make clean      remove .venv and caches"
 
 setup: $(VENV)/.installed
@@ -35,6 +36,15 @@ format: setup
 
 demo: setup
 	$(BIN)/dltta demo
+
+bench-speed: setup
+	$(BIN)/python benchmarks/speed.py --compile
+
+bench-adapt: setup
+	$(BIN)/python benchmarks/adapt.py
+
+bench-harm: setup
+	$(BIN)/python benchmarks/harm.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

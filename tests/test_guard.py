@@ -132,12 +132,16 @@ ONE_LAYER = Calibration({"n": (torch.tensor([[0.0], [2.0]]), torch.tensor([[1.0]
 # source images: means 0 and 2, so 1 ± √2; the variance is always 1, and 2 would be infinitely strange
 
 
-def look(*means, alone=None, images=None):
+def never(images):
+    raise AssertionError("a pass that nobody needs")
+
+
+def look(*means, images=None, source=None, trained=never, alone=never, prepared=never):
     """Images whose mean at the only layer is this, as strange as ((mean − 1) / √2)² / 2."""
     count = len(means)
     images = torch.rand(count, 1, 4) if images is None else images
     layers = {"n": (torch.tensor(means, dtype=torch.float32)[:, None], torch.ones(count, 1))}
-    return Look(images, layers, lambda: alone)
+    return Look(images, layers, source, trained, alone, prepared)
 
 
 def verdicts(rulings):
@@ -165,27 +169,68 @@ def test_a_batch_is_at_home_as_one_without_the_images_that_are_too_strange():
 def test_a_shift_that_only_deeper_layers_see_is_not_at_home():
     twice = Calibration(dict.fromkeys("abc", ONE_LAYER.layers["n"]), dict.fromkeys("abc", 0.0))
     one = torch.ones(1, 1)
-    found = Look(torch.rand(1, 1, 4), {"a": (one, one), "b": (5 * one, one), "c": (5 * one, one)}, lambda: None)
+    layers = {"a": (one, one), "b": (5 * one, one), "c": (5 * one, one)}
+    found = Look(torch.rand(1, 1, 4), layers, one, never, never, never)
     assert verdicts(SourceGuard(Limits(home=(1.0, 4.5)), twice).triage(found)) == ["at home"]  # the median is 4
     assert verdicts(SourceGuard(Limits(home=(1.0, 3.5)), twice).triage(found)) == [None]
 
 
 def test_doubt_is_the_mean_entropy_of_the_answer_alone():
     guard = SourceGuard(Limits(doubt=0.5))
-    even, sure = torch.zeros(2, 4), torch.tensor([[9.0] * 4, [-9.0] * 4])  # entropies log 2 and 0
+    even, sure = torch.full((2, 4), 0.5), torch.tensor([[1.0] * 4, [0.0] * 4])  # entropies log 2 and 0
     half = torch.cat([even[:, :2], sure[:, :2]], 1)
-    rulings = guard.triage(look(1.0, 1.0, 1.0, alone=torch.stack([even, half, sure])))
+    rulings = guard.triage(look(1.0, 1.0, 1.0, alone=lambda images: torch.stack([even, half, sure])))
     assert verdicts(rulings) == ["source", None, None]
     assert rulings[0].reason == "doubt 0.693, limit 0.5: nothing to be seen"
 
 
 def test_images_at_home_are_not_looked_at_again():
-    def never():
-        raise AssertionError
+    guard = SourceGuard(Limits(home=(1.0, 1.0), doubt=0.5, mirror=-1), ONE_LAYER)
+    assert verdicts(guard.triage(look(1.0))) == ["at home"]
 
-    guard = SourceGuard(Limits(home=(1.0, 1.0), doubt=0.5), ONE_LAYER)
-    found = look(1.0)
-    assert verdicts(guard.triage(Look(found.images, found.layers, never))) == ["at home"]
+
+def seeing(*marks):
+    """A network that marks these positions whatever it sees, so that in the mirror others are marked."""
+    return lambda images: binary(*[0.9 if mark else 0.1 for mark in marks]).expand(len(images), -1, -1)
+
+
+@pytest.mark.parametrize(
+    ("trained", "prepared", "verdict"),
+    [
+        (seeing(1, 0, 0, 1), seeing(1, 1, 0, 1), "source"),  # 0 against 2 of 4
+        (seeing(1, 1, 0, 1), seeing(1, 0, 0, 1), None),
+        (seeing(1, 0, 0, 0), seeing(1, 1, 0, 0), None),  # both change all
+        (seeing(0, 0, 0, 0), seeing(1, 1, 0, 1), None),  # steady, but it sees less than there ever was
+    ],
+)
+def test_the_steadier_answer_in_the_mirror_wins_if_it_is_plausible(trained, prepared, verdict):
+    limits = Limits(mirror=-1, shares=((0.4, 0.7), (0.3, 0.6)), margin=1.2)
+    images = torch.rand(1, 1, 4)
+    found = look(1.0, images=images, source=trained(images), trained=trained, prepared=prepared)
+    (ruling,) = SourceGuard(limits).triage(found)
+    assert verdicts([ruling]) == [verdict]
+    if verdict is not None:
+        assert ruling.reason == "0.5 of the answer changes in the mirror, of the source network's 0"
+
+
+def test_images_are_mirrored_along_the_axis_of_the_limits_and_answers_turned_back():
+    images = torch.tensor([[0.0, 0.0], [1.0, 1.0]])[None, None]  # marked below
+
+    def network(x):
+        return torch.cat([1 - x, x], 1)  # marks what is bright: as steady as can be
+
+    found = look(1.0, images=images, source=network(images), trained=seeing2d, prepared=network)
+    for axis in (-1, -2):
+        assert verdicts(SourceGuard(Limits(mirror=axis)).triage(found)) == [None]
+    found = look(1.0, images=images, source=network(images), trained=network, prepared=seeing2d)
+    assert verdicts(SourceGuard(Limits(mirror=-1)).triage(found)) == [None]  # left and right are alike to it
+    assert verdicts(SourceGuard(Limits(mirror=-2)).triage(found)) == ["source"]
+
+
+def seeing2d(images):
+    """Marks the upper half whatever it sees."""
+    marks = torch.tensor([[0.9, 0.9], [0.1, 0.1]])[None, None]
+    return torch.cat([1 - marks, marks], 1)
 
 
 def test_constant_images_teach_nothing_without_any_calibration():

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -77,7 +78,7 @@ class Adapter(nn.Module):
     `steps` gradient steps are taken per batch. `mode="image-specific"` returns network and optimizer to the source
     before every batch; the memory goes on. `predict="before"` answers from the pass before the last update and saves
     the pass after it. `guard` may undo an update or answer with the network as it was given (`Step.ruling`), for the
-    price of one to three more passes. `layout="auto"` makes the network faster where that was measured to help
+    price of one to six more passes. `layout="auto"` makes the network faster where that was measured to help
     (convolutions on a CPU: weights channels-last), which changes answers by rounding; `layout="given"` leaves it as it
     is.
 
@@ -268,12 +269,17 @@ class Adapter(nn.Module):
         samples = LayerSamples()
         with samples.watching(trained):
             given = self._forward(x, learning=False, given=trained)
-        return given, Look(x, samples.stacked(), lambda: self._forward(x, learning=False, given=alone).logits)
+
+        def answering(network: nn.Module) -> Callable[[Tensor], Tensor]:
+            return lambda images: probabilities(self._forward(images, learning=False, given=network).logits)
+
+        source, start = probabilities(given.logits), self._start()
+        prepared = partial(self._with, start)
+        return given, Look(x, samples.stacked(), source, answering(trained), answering(alone), prepared)
 
     @torch.no_grad()
     def _evidence(self, x: Tensor, seen: Seen, given: Tensor, updates: Sequence[Update]) -> Evidence:
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        start = {names[id(now)]: then for now, then in zip(self._adapted, self._source.parameters(), strict=True)}
+        start = self._start()
         moved = _length(now - then for now, then in zip(self._adapted, start.values(), strict=True))
         drift = moved / max(_length(start.values()), 1e-12)
         answer = probabilities(seen.logits.detach())
@@ -281,6 +287,12 @@ class Adapter(nn.Module):
         rate = max((update.rate for update in updates), default=None)
         return Evidence(answer, unmoved, probabilities(given), drift, rate)
 
+    def _start(self) -> dict[str, Tensor]:
+        """The adapted parameters as source training left them, by name."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        return {names[id(now)]: then for now, then in zip(self._adapted, self._source.parameters(), strict=True)}
+
+    @torch.no_grad()
     def _with(self, parameters: dict[str, Tensor], x: Tensor) -> Tensor:
         """What the network would say with these parameters; statistics that are carried along do not notice."""
         latest = [layer.latest for layer in self._carrying]

@@ -16,11 +16,11 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from dltta import predictions
 from dltta.discrepancy import batch_discrepancy
 from dltta.errors import SettingError
 from dltta.models.calibration import Calibration, Strangeness
 
+Network = Callable[[Tensor], Tensor]  # images to probabilities (B, C, *positions)
 Verdict = Literal["accepted", "at home", "skipped", "rolled back", "source"]  # from harmless to grave
 
 
@@ -50,7 +50,10 @@ class Look:
 
     images: Tensor
     layers: Mapping[str, tuple[Tensor, Tensor]]  # what enters each batch normalization as trained: means, variances
-    alone: Callable[[], Tensor]  # logits with every image normalized by its own statistics, for one more pass
+    source: Tensor  # the answer of the network as it was trained
+    trained: Network  # more passes, for images that need them: the network as it was trained,
+    alone: Network  # with every image normalized by its own statistics,
+    prepared: Network  # with the statistics that it adapts with and the source's parameters
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class Limits:
     - `home`: up to this strangeness, at the first layer and over all, images are at home
     - `far`: from this strangeness on, over all layers, nothing can be learned from an image
     - `doubt`: nor above this entropy of its answer, in nats
+    - `mirror`: the axis, from the end, along which images are mirrored to see whose answer is steadier
 
     Answers:
     - `rate`: no published setting comes near 1
@@ -103,6 +107,7 @@ class Limits:
     home: tuple[float, float] | None = None
     far: float | None = None
     doubt: float | None = None
+    mirror: int | None = None
     rate: float = 1.0
     drift: float = 0.5
     changed: float = 0.02
@@ -134,7 +139,7 @@ class Limits:
             far = max((1 + strange["negative"]) / 2, 2 * strange["usual"])
         if doubt is not None:
             unsure = max((doubt["median"] + doubt["shuffled"]) / 2, doubt["usual"])
-        return cls(home, far, unsure, shares=shares)
+        return cls(home, far, unsure, answers.get("mirror"), shares=shares)
 
 
 class SourceGuard:
@@ -154,7 +159,9 @@ class SourceGuard:
         if self._strangeness is not None and look.layers:
             self._sort_by_strangeness(rulings, self._strangeness(look.layers))
         if None in rulings and self.limits.doubt is not None:
-            self._sort_by_doubt(rulings, look.alone(), self.limits.doubt)
+            self._sort_by_doubt(rulings, look.alone(look.images), self.limits.doubt)
+        if None in rulings and self.limits.mirror is not None:
+            self._sort_by_steadiness(rulings, look, self.limits.mirror)
         return rulings
 
     def _sort_by_strangeness(self, rulings: list[Ruling | None], strangeness: Tensor) -> None:
@@ -173,12 +180,31 @@ class SourceGuard:
             for i in left:
                 rulings[i] = Ruling("at home", f"strangeness {means['first']:.3g}, as at the source", means)
 
-    def _sort_by_doubt(self, rulings: list[Ruling | None], logits: Tensor, limit: float) -> None:
-        doubt = predictions.entropy(logits).flatten(1).mean(1).tolist()  # (B,)
+    def _sort_by_doubt(self, rulings: list[Ruling | None], answer: Tensor, limit: float) -> None:
+        doubt = [entropy(image) / image[0].numel() for image in answer]
         for i in _open(rulings):
             if doubt[i] > limit:
                 reason = f"doubt {doubt[i]:.3g}, limit {limit:.3g}: nothing to be seen"
                 rulings[i] = Ruling("source", reason, {"doubt": doubt[i]})
+
+    def _sort_by_steadiness(self, rulings: list[Ruling | None], look: Look, axis: int) -> None:
+        """The source network answers where its plausible answer changes less in the mirror than the prepared one's."""
+        mirrored = look.images.flip(axis)
+        theirs, ours = look.source, look.prepared(look.images)
+        their_mirror, our_mirror = (network(mirrored).flip(axis) for network in (look.trained, look.prepared))
+        for i in _open(rulings):
+            one = slice(i, i + 1)
+            found = {
+                "unsteady": changed(ours[one], our_mirror[one]),
+                "source_unsteady": changed(theirs[one], their_mirror[one]),
+            }
+            if found["source_unsteady"] < found["unsteady"] and self._plausible(theirs[one]):
+                reason = f"{found['unsteady']:.2g} of the answer changes in the mirror, "
+                reason += f"of the source network's {found['source_unsteady']:.2g}"
+                rulings[i] = Ruling("source", reason, found)
+
+    def _plausible(self, answer: Tensor) -> bool:
+        return beyond(marginal(answer), self.limits.shares) <= math.log(self.limits.margin)
 
     def object(self, evidence: Evidence, /) -> str | None:
         found, limits = self.signals(evidence), self.limits
@@ -244,9 +270,9 @@ def marginal(prediction: Tensor) -> Tensor:
     return prediction.transpose(0, 1).flatten(1).mean(1)
 
 
-def entropy(marginal: Tensor) -> float:
-    """In nats."""
-    return -(marginal * marginal.clamp_min(torch.finfo(marginal.dtype).tiny).log()).sum().item()
+def entropy(probabilities: Tensor) -> float:
+    """In nats, summed over positions (C, *positions)."""
+    return -(probabilities * probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()).sum().item()
 
 
 def beyond(marginal: Tensor, shares: Sequence[tuple[float, float]] | None) -> float:
