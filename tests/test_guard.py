@@ -155,15 +155,15 @@ def test_images_are_sorted_by_how_strange_they_are_to_the_first_layer():
     assert verdicts(guard.triage(look(3.1))) == [None]  # 1.1
     assert verdicts(guard.triage(look(6.9))) == [None]  # 8.7
     (far,) = guard.triage(look(7.1))  # 9.3
-    assert far.verdict == "source"
+    assert far.verdict == "skipped"
     assert far.reason == "strangeness 9.3, limit 9: no image of this kind"
     assert far.signals["strangeness"] == pytest.approx(9.3025, rel=1e-3)
 
 
 def test_a_batch_is_at_home_as_one_without_the_images_that_are_too_strange():
     guard = SourceGuard(Limits(home=(1.0, 1.0), far=9.0), ONE_LAYER)
-    assert verdicts(guard.triage(look(1.0, 3.4, 99.0))) == ["at home", "at home", "source"]  # (0 + 1.44) / 2
-    assert verdicts(guard.triage(look(1.0, 5.0, 99.0))) == [None, None, "source"]  # (0 + 4) / 2
+    assert verdicts(guard.triage(look(1.0, 3.4, 99.0))) == ["at home", "at home", "skipped"]  # (0 + 1.44) / 2
+    assert verdicts(guard.triage(look(1.0, 5.0, 99.0))) == [None, None, "skipped"]  # (0 + 4) / 2
 
 
 def test_a_shift_that_only_deeper_layers_see_is_not_at_home():
@@ -180,7 +180,7 @@ def test_doubt_is_the_mean_entropy_of_the_answer_alone():
     even, sure = torch.full((2, 4), 0.5), torch.tensor([[1.0] * 4, [0.0] * 4])  # entropies log 2 and 0
     half = torch.cat([even[:, :2], sure[:, :2]], 1)
     rulings = guard.triage(look(1.0, 1.0, 1.0, alone=lambda images: torch.stack([even, half, sure])))
-    assert verdicts(rulings) == ["source", None, None]
+    assert verdicts(rulings) == ["skipped", None, None]
     assert rulings[0].reason == "doubt 0.693, limit 0.5: nothing to be seen"
 
 
@@ -199,18 +199,53 @@ def seeing(*marks):
     [
         (seeing(1, 0, 0, 1), seeing(1, 1, 0, 1), "source"),  # 0 against 2 of 4
         (seeing(1, 1, 0, 1), seeing(1, 0, 0, 1), None),
+        (seeing(1, 1, 0, 1), seeing(1, 1, 0, 0), "source"),  # 2 of 4 against 4 of 4
+        (seeing(1, 1, 0, 0, 0, 1), seeing(1, 1, 0, 1, 0, 1), None),  # 2 of 4 against 4 of 6: not clearly
         (seeing(1, 0, 0, 0), seeing(1, 1, 0, 0), None),  # both change all
         (seeing(0, 0, 0, 0), seeing(1, 1, 0, 1), None),  # steady, but it sees less than there ever was
     ],
 )
 def test_the_steadier_answer_in_the_mirror_wins_if_it_is_plausible(trained, prepared, verdict):
-    limits = Limits(mirror=-1, shares=((0.4, 0.7), (0.3, 0.6)), margin=1.2)
+    limits = Limits(mirror=-1, shares=((0.3, 0.7), (0.3, 0.7)), margin=2.0)
     images = torch.rand(1, 1, 4)
     found = look(1.0, images=images, source=trained(images), trained=trained, prepared=prepared)
-    (ruling,) = SourceGuard(limits).triage(found)
-    assert verdicts([ruling]) == [verdict]
-    if verdict is not None:
-        assert ruling.reason == "0.5 of the answer changes in the mirror, of the source network's 0"
+    assert verdicts(SourceGuard(limits).triage(found)) == [verdict]
+
+
+def test_strange_images_are_shown_to_the_mirror_too():
+    images, trained, prepared = torch.rand(2, 1, 4), seeing(1, 0, 0, 1), seeing(1, 1, 0, 1)
+    guard = SourceGuard(Limits(home=(1.0, 1.0), far=9.0, mirror=-1), ONE_LAYER)
+    networks = {"trained": trained, "prepared": prepared}
+    found = look(7.1, 5.0, images=images, source=trained(images), **networks)
+    assert verdicts(guard.triage(found)) == ["source", "source"]
+    networks = {"trained": prepared, "prepared": trained}
+    found = look(7.1, 5.0, images=images, source=prepared(images), **networks)
+    assert verdicts(guard.triage(found)) == ["skipped", None]
+
+
+def test_a_strange_image_is_answered_by_the_prepared_network_and_teaches_nothing():
+    model = trained(networks.Segmenter())
+    home = [x[0] for x in stream((1, 1, 8, 8), 24, seed=3)]
+    calibration = calibrate(model, home)
+    guard = SourceGuard(Limits(far=10.0), calibration)
+    guarded = Adapter(model, Tent(), Fixed(0.1), memory=MemoryBank(neighbors=1, ready="neighbors"), guard=guard)
+    guarded.step(IMAGES[0])
+    before, held = copy.deepcopy(guarded.model.state_dict()), len(guarded.memory)
+    step = guarded.step(IMAGES[1] + 100)
+    assert step.ruling.verdict == "skipped"
+    assert step.updates == ()
+    assert len(guarded.memory) == held == 1
+    assert all(torch.equal(value, before[name]) for name, value in guarded.model.state_dict().items())
+    expected = Adapter(model, PTBN()).step(IMAGES[1] + 100).logits
+    torch.testing.assert_close(step.logits, expected)
+
+
+def test_the_mirrors_ruling_says_what_changed():
+    images, trained, prepared = torch.rand(1, 1, 4), seeing(1, 0, 0, 1), seeing(1, 1, 0, 1)
+    found = look(1.0, images=images, source=trained(images), trained=trained, prepared=prepared)
+    (ruling,) = SourceGuard(Limits(mirror=-1)).triage(found)
+    assert ruling.reason == "0.5 of the answer changes in the mirror, of the source network's 0"
+    assert ruling.signals == {"unsteady": 0.5, "source_unsteady": 0.0}
 
 
 def test_images_are_mirrored_along_the_axis_of_the_limits_and_answers_turned_back():

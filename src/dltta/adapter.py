@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -166,19 +165,21 @@ class Adapter(nn.Module):
         return seen, updates
 
     def _adapt_guarded(self, x: Tensor, guard: Guard) -> "_Done":
-        """Algorithm 1 for the images that the guard lets through; the source network answers the others."""
+        """Algorithm 1 for the images that the guard lets through; the source's parameters answer the others."""
         given, look = self._look(x)
         rulings = guard.triage(look)
+        logits = given.logits.clone()
+        untaught = [i for i, ruling in enumerate(rulings) if ruling is not None and ruling.verdict == "skipped"]
+        if untaught:
+            logits[untaught] = self._with(self._start(), x[untaught])
         through = [i for i, ruling in enumerate(rulings) if ruling is None]
         if not through:
-            return _Done(given.logits, None, [], together(rulings, None))
-        if len(through) == len(x):
-            seen, updates, ruling = self._climb_down(x, given.logits, guard)
-            return _Done(given.logits if seen is None else seen.logits, seen, updates, ruling)
-        seen, updates, ruling = self._climb_down(x[through], given.logits[through], guard)
+            return _Done(logits, None, [], together(rulings, None))
+        alone = len(through) == len(x)
+        seen, updates, ruling = self._climb_down(x if alone else x[through], given.logits[through], guard)
         if seen is not None:
-            given.logits[through] = seen.logits.detach()
-        return _Done(given.logits, seen, updates, together(rulings, ruling))
+            logits[through] = seen.logits.detach()
+        return _Done(logits, seen, updates, together(rulings, ruling))
 
     def _climb_down(self, x: Tensor, given: Tensor, guard: Guard) -> tuple[Seen | None, list[Update], Ruling]:
         """Algorithm 1, then the guard's ladder: the first answer that it does not object to, None if there is none."""
@@ -274,7 +275,10 @@ class Adapter(nn.Module):
             return lambda images: probabilities(self._forward(images, learning=False, given=network).logits)
 
         source, start = probabilities(given.logits), self._start()
-        prepared = partial(self._with, start)
+
+        def prepared(images: Tensor) -> Tensor:
+            return probabilities(self._with(start, images))
+
         return given, Look(x, samples.stacked(), source, answering(trained), answering(alone), prepared)
 
     @torch.no_grad()
@@ -283,7 +287,7 @@ class Adapter(nn.Module):
         moved = _length(now - then for now, then in zip(self._adapted, start.values(), strict=True))
         drift = moved / max(_length(start.values()), 1e-12)
         answer = probabilities(seen.logits.detach())
-        unmoved = self._with(start, x) if drift > STILL else answer
+        unmoved = probabilities(self._with(start, x)) if drift > STILL else answer
         rate = max((update.rate for update in updates), default=None)
         return Evidence(answer, unmoved, probabilities(given), drift, rate)
 
@@ -294,9 +298,9 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def _with(self, parameters: dict[str, Tensor], x: Tensor) -> Tensor:
-        """What the network would say with these parameters; statistics that are carried along do not notice."""
+        """Logits of the network with these parameters; statistics that are carried along do not notice."""
         latest = [layer.latest for layer in self._carrying]
-        answer = probabilities(functional_call(self.model, parameters, (x,)))
+        answer: Tensor = functional_call(self.model, parameters, (x,))
         for layer, kept in zip(self._carrying, latest, strict=True):
             layer.latest = kept
         return answer

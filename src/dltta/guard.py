@@ -2,9 +2,9 @@
 
 A collapsed network agrees with its own memory: the discrepancy goes to zero and the collapse stays. So the guard looks
 elsewhere, at signals that need no label. At first sight it sorts the images of a batch (`triage`): some look like those
-of the source, where the network as it was trained knows best; from some nothing can be learned. `Adapter` adapts to the
-others, asks again (`object`), and on an objection tries in turn: the state before the update, the last good state, the
-source parameters, and at last the source network as it was trained.
+of the source, where the network as it was trained knows best; some are too strange to teach anything. `Adapter` adapts
+to the others, asks again (`object`), and on an objection tries in turn: the state before the update, the last good
+state, the source parameters, and at last the source network as it was trained.
 """
 
 import math
@@ -21,7 +21,8 @@ from dltta.errors import SettingError
 from dltta.models.calibration import Calibration, Strangeness
 
 Network = Callable[[Tensor], Tensor]  # images to probabilities (B, C, *positions)
-Verdict = Literal["accepted", "at home", "skipped", "rolled back", "source"]  # from harmless to grave
+Verdict = Literal["accepted", "at home", "skipped", "rolled back", "source"]
+GRAVITY: tuple[Verdict, ...] = ("accepted", "at home", "skipped", "rolled back", "source")  # from harmless to grave
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Ruling:
 
     - `accepted`: the update is kept, the adapted network answers
     - `at home`: the images look like the source's; the network as it was trained answers, nothing is learned
-    - `skipped`, `rolled back`: the update is undone, or more; what is then the network answers
+    - `skipped`: no update, or it is undone; the network as it is without it answers
+    - `rolled back`: more is undone; what is then the network answers
     - `source`: the network as it was trained answers, nothing is learned
     """
 
@@ -71,7 +73,11 @@ class Guard(Protocol):
     """Objections in words, or None."""
 
     def triage(self, look: Look, /) -> list[Ruling | None]:
-        """For each image, why the network as it was trained shall answer it, or None: to be adapted to."""
+        """For each image None, to be adapted to; or who else shall answer it, and why.
+
+        `skipped` is for the network with the source's parameters and the statistics that it adapts with, the other
+        verdicts for the network as it was trained.
+        """
         ...
 
     def object(self, evidence: Evidence, /) -> str | None:
@@ -89,9 +95,11 @@ class Limits:
 
     Images:
     - `home`: up to this strangeness, at the first layer and over all, images are at home
-    - `far`: from this strangeness on, over all layers, nothing can be learned from an image
+    - `far`: from this strangeness on, over all layers, nothing is learned from an image
     - `doubt`: nor above this entropy of its answer, in nats
     - `mirror`: the axis, from the end, along which images are mirrored to see whose answer is steadier
+    - `steadier`: it is the source network's if it changes by less than this part of the other; 0.7 was best on source
+      images with other contrast, brightness, noise and sharpness (see docs/guard.md)
 
     Answers:
     - `rate`: no published setting comes near 1
@@ -108,6 +116,7 @@ class Limits:
     far: float | None = None
     doubt: float | None = None
     mirror: int | None = None
+    steadier: float = 0.7
     rate: float = 1.0
     drift: float = 0.5
     changed: float = 0.02
@@ -127,7 +136,7 @@ class Limits:
     def calibrated(cls, answers: Mapping[str, Any]) -> "Limits":
         """From what the network did on source images (`Calibration.answers`).
 
-        At home is where 95 % of source images are. Nothing can be learned from an image that is more than halfway from
+        At home is where 95 % of source images are. Nothing is learned from an image that is more than halfway from
         the source's images to their negatives, or whose answer is more than halfway in doubt from theirs to those for
         shuffled pixels; unless that, too, happens at home.
         """
@@ -160,7 +169,7 @@ class SourceGuard:
             self._sort_by_strangeness(rulings, self._strangeness(look.layers))
         if None in rulings and self.limits.doubt is not None:
             self._sort_by_doubt(rulings, look.alone(look.images), self.limits.doubt)
-        if None in rulings and self.limits.mirror is not None:
+        if self.limits.mirror is not None and _unsettled(rulings):
             self._sort_by_steadiness(rulings, look, self.limits.mirror)
         return rulings
 
@@ -171,7 +180,7 @@ class SourceGuard:
         for i in _open(rulings):
             if far is not None and layers[i] > far:
                 reason = f"strangeness {layers[i]:.3g}, limit {far:.3g}: no image of this kind"
-                rulings[i] = Ruling("source", reason, {"strangeness": layers[i]})
+                rulings[i] = Ruling("skipped", reason, {"strangeness": layers[i]})
         left = _open(rulings)
         if not left or home is None:
             return
@@ -185,20 +194,21 @@ class SourceGuard:
         for i in _open(rulings):
             if doubt[i] > limit:
                 reason = f"doubt {doubt[i]:.3g}, limit {limit:.3g}: nothing to be seen"
-                rulings[i] = Ruling("source", reason, {"doubt": doubt[i]})
+                rulings[i] = Ruling("skipped", reason, {"doubt": doubt[i]})
 
     def _sort_by_steadiness(self, rulings: list[Ruling | None], look: Look, axis: int) -> None:
-        """The source network answers where its plausible answer changes less in the mirror than the prepared one's."""
+        """The source network answers where it does so plausibly and is clearly steadier in the mirror."""
         mirrored = look.images.flip(axis)
         theirs, ours = look.source, look.prepared(look.images)
         their_mirror, our_mirror = (network(mirrored).flip(axis) for network in (look.trained, look.prepared))
-        for i in _open(rulings):
+        for i in _unsettled(rulings):
             one = slice(i, i + 1)
             found = {
                 "unsteady": changed(ours[one], our_mirror[one]),
                 "source_unsteady": changed(theirs[one], their_mirror[one]),
             }
-            if found["source_unsteady"] < found["unsteady"] and self._plausible(theirs[one]):
+            clearly = found["source_unsteady"] < self.limits.steadier * found["unsteady"]
+            if clearly and self._plausible(theirs[one]):
                 reason = f"{found['unsteady']:.2g} of the answer changes in the mirror, "
                 reason += f"of the source network's {found['source_unsteady']:.2g}"
                 rulings[i] = Ruling("source", reason, found)
@@ -242,7 +252,7 @@ def together(rulings: Sequence[Ruling | None], rest: Ruling | None) -> Ruling:
     apart = {i: ruling for i, ruling in enumerate(rulings) if ruling is not None}
     if not apart and rest is not None:
         return rest
-    gravest = max(apart.values(), key=lambda ruling: ruling.verdict == "source")
+    gravest = max(apart.values(), key=lambda ruling: GRAVITY.index(ruling.verdict))
     if len(rulings) == 1:
         return gravest
     alike = sum(ruling.verdict == gravest.verdict for ruling in apart.values())
@@ -289,6 +299,11 @@ def beyond(marginal: Tensor, shares: Sequence[tuple[float, float]] | None) -> fl
 def _log_odds(share: float) -> float:
     share = min(max(share, 1e-6), 1 - 1e-6)
     return math.log(share / (1 - share))
+
+
+def _unsettled(rulings: Sequence[Ruling | None]) -> list[int]:
+    """The images that the network as it was trained does not answer so far."""
+    return [i for i, ruling in enumerate(rulings) if ruling is None or ruling.verdict == "skipped"]
 
 
 def _open(rulings: Sequence[Ruling | None]) -> list[int]:

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from dltta.adapter import Step, Update
 from dltta.errors import InputError, SettingError
-from dltta.guard import Ruling, Verdict
+from dltta.guard import GRAVITY, Ruling, Verdict
 
-GRAVITY: tuple[Verdict, ...] = ("accepted", "at home", "skipped", "rolled back", "source")
 BY_SOURCE: tuple[Verdict, ...] = ("at home", "source")
 
 
