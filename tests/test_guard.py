@@ -94,7 +94,7 @@ def test_collapse_is_seen_without_calibration():
 
 MEASURED = {
     "shares": [[0.5, 0.9], [0.1, 0.5]],
-    "strangeness": {"first": 3.0, "usual": 2.0, "negative": 101.0},
+    "strangeness": {"first": 3.0, "usual": 2.0, "negative": 101.0, "noise": 51.0},
     "doubt": {"median": 0.5, "usual": 0.6, "shuffled": 0.9},
 }
 
@@ -108,7 +108,7 @@ def test_limits_come_from_source_images():
 
 
 def test_what_happens_at_home_is_never_too_far():
-    tame = MEASURED | {"strangeness": {"first": 3.0, "usual": 2.0, "negative": 1.5}}
+    tame = MEASURED | {"strangeness": {"first": 3.0, "usual": 2.0, "negative": 1.5, "noise": 1.0}}
     sure = MEASURED | {"doubt": {"median": 0.5, "usual": 0.6, "shuffled": 0.4}}
     assert Limits.calibrated(tame).far == 4.0
     assert Limits.calibrated(sure).doubt == 0.6

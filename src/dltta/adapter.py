@@ -169,10 +169,10 @@ class Adapter(nn.Module):
         given, look = self._look(x)
         rulings = guard.triage(look)
         logits = given.logits.clone()
-        untaught = [i for i, ruling in enumerate(rulings) if ruling is not None and ruling.verdict == "skipped"]
-        if untaught:
-            logits[untaught] = self._with(self._start(), x[untaught])
         through = [i for i, ruling in enumerate(rulings) if ruling is None]
+        untaught = [i for i, ruling in enumerate(rulings) if ruling is not None and ruling.verdict == "skipped"]
+        if untaught:  # normalized among all that are not the source network's
+            logits[untaught] = self._with(self._start(), x[untaught + through])[: len(untaught)]
         if not through:
             return _Done(logits, None, [], together(rulings, None))
         alone = len(through) == len(x)

@@ -136,16 +136,17 @@ class Limits:
     def calibrated(cls, answers: Mapping[str, Any]) -> "Limits":
         """From what the network did on source images (`Calibration.answers`).
 
-        At home is where 95 % of source images are. Nothing is learned from an image that is more than halfway from
-        the source's images to their negatives, or whose answer is more than halfway in doubt from theirs to those for
-        shuffled pixels; unless that, too, happens at home.
+        At home is where 95 % of source images are. Nothing is learned from an image that is more than halfway from the
+        source's images to their negatives and to noise, or whose answer is more than halfway in doubt from theirs to
+        those for shuffled pixels; unless that, too, happens at home.
         """
         shares = tuple((float(low), float(high)) for low, high in answers["shares"])
         strange, doubt = answers.get("strangeness"), answers.get("doubt")
         home = far = unsure = None
         if strange is not None:
             home = strange["first"], strange["usual"]
-            far = max((1 + strange["negative"]) / 2, 2 * strange["usual"])
+            useless = max(strange["negative"], strange["noise"])
+            far = max((1 + useless) / 2, 2 * strange["usual"])
         if doubt is not None:
             unsure = max((doubt["median"] + doubt["shuffled"]) / 2, doubt["usual"])
         return cls(home, far, unsure, answers.get("mirror"), shares=shares)

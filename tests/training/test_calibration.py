@@ -7,7 +7,16 @@ import torch
 import networks
 from dltta.errors import SettingError
 from dltta.models.calibration import Calibration, LayerSamples, Strangeness
-from dltta.training.calibration import answer_ranges, calibrate, doubt, mirror_axis, negative, shuffled, strangeness
+from dltta.training.calibration import (
+    answer_ranges,
+    calibrate,
+    doubt,
+    mirror_axis,
+    negative,
+    noise,
+    shuffled,
+    strangeness,
+)
 from networks import stream, trained
 
 IMAGES = [x[0] for x in stream((1, 1, 8, 8), 12)]
@@ -116,6 +125,19 @@ def test_negatives_are_as_strange_as_the_network_finds_them():
     home = [parts(model, image) for image in IMAGES]
     each = [min(strange(parts(model, negative(image)), home, found.eps)) for image in IMAGES]
     assert strangeness(model, IMAGES, found)["negative"] == pytest.approx(np.sort(each)[5], rel=1e-3)
+    each = [min(strange(parts(model, noise(image)), home, found.eps)) for image in IMAGES]
+    assert strangeness(model, IMAGES, found)["noise"] == pytest.approx(np.sort(each)[5], rel=1e-3)
+
+
+def test_noise_has_the_range_of_each_channel():
+    image = torch.stack([torch.linspace(0, 1, 64).view(8, 8), torch.linspace(5, 9, 64).view(8, 8)])
+    drawn = noise(image)
+    assert drawn.shape == image.shape
+    assert 0 <= drawn[0].min() < 0.1
+    assert 0.9 < drawn[0].max() <= 1
+    assert 5 <= drawn[1].min() < 5.4
+    assert 8.6 < drawn[1].max() <= 9
+    assert torch.equal(drawn, noise(image))
 
 
 def test_doubt_is_the_entropy_under_the_images_own_statistics():

@@ -80,23 +80,28 @@ def _dense(prediction: Tensor) -> Tensor:
 
 
 def strangeness(model: nn.Module, images: Sequence[Tensor], calibration: Calibration) -> dict[str, float]:
-    """How strange images are at home, each measured against the others, and how strange their negatives are.
+    """How strange images are at home, each measured against the others, and how strange useless ones are.
 
     - `first`: what 95 % of the images stay below at the first layer, which sees the scanner before the content
     - `usual`: the same for the median over all layers
-    - `negative`: the median of the images' negatives, over all layers
+    - `negative`, `noise`: the medians, over all layers, of the images' negatives and of noise of the same range
     """
     home = _left_out(calibration)
     device = next(model.parameters()).device
-    samples = LayerSamples()
-    with samples.watching(model):
-        for image in images:
-            model(negative(image)[None].to(device))
-    negatives = Strangeness(calibration)(samples.stacked()).median(0).values
+    measure = Strangeness(calibration)
+
+    def typical(change: Callable[[Tensor], Tensor]) -> float:
+        samples = LayerSamples()
+        with samples.watching(model):
+            for image in images:
+                model(change(image)[None].to(device))
+        return measure(samples.stacked()).median(0).values.median().item()
+
     return {
         "first": home[0].quantile(USUAL).item(),
         "usual": home.median(0).values.quantile(USUAL).item(),
-        "negative": negatives.median().item(),
+        "negative": typical(negative),
+        "noise": typical(noise),
     }
 
 
@@ -136,6 +141,14 @@ def negative(image: Tensor) -> Tensor:
     """What is bright becomes dark, within the range that each channel (C, *spatial) has."""
     flat = image.flatten(1)
     return (flat.amax(1, keepdim=True) + flat.amin(1, keepdim=True) - flat).view_as(image)
+
+
+def noise(image: Tensor) -> Tensor:
+    """Each value drawn evenly from the range that its channel (C, *spatial) has, the same every time."""
+    flat = image.flatten(1)
+    low, high = flat.amin(1, keepdim=True), flat.amax(1, keepdim=True)
+    drawn = torch.rand(flat.shape, generator=torch.Generator().manual_seed(0)).to(flat)
+    return (low + (high - low) * drawn).view_as(image)
 
 
 def shuffled(image: Tensor) -> Tensor:
