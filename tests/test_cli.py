@@ -151,3 +151,18 @@ def test_quick_demo_of_every_task(dltta, tmp_path, task):
     kinds = {(s["method"], s["rate"]) for s in results["streams"]}
     assert len(kinds) == 8
     assert answer["report"].endswith("report.html")
+
+
+def test_two_comparisons_share_one_source_training(dltta, small, tmp_path):
+    config = tmp_path / "bench.toml"
+    config.write_text(
+        'source = ["phantom:oct:spectralis:6"]\ntargets = ["phantom:oct:cirrus:2:1"]\nin_domain = "none"\nexamples = 0\n'
+        "network_options = { width = 2 }\n[training]\nepochs = 1\nbatch_size = 2\n"
+    )
+    work = tmp_path / "work"
+    assert dltta("bench", config, "--methods", "source", "--work", work, "-o", tmp_path / "one")[0] == 0
+    weights = (work / "models" / "seed_0" / "model.safetensors").stat()
+    assert dltta("bench", config, "--methods", "ptbn", "--work", work, "-o", tmp_path / "two")[0] == 0
+    assert (work / "models" / "seed_0" / "model.safetensors").stat() == weights
+    assert not (tmp_path / "two" / "models").exists()
+    assert (tmp_path / "two" / "table.md").is_file()

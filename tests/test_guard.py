@@ -105,6 +105,8 @@ def test_limits_come_from_source_images():
     assert limits.home == (3.0, 2.0)
     assert limits.far == 51.0  # halfway from 1 to the negatives
     assert limits.doubt == pytest.approx(0.7)  # halfway to shuffled pixels
+    noisy = MEASURED["strangeness"] | {"noise": 201.0}
+    assert Limits.calibrated(MEASURED | {"strangeness": noisy}).far == 101.0  # the farther of the two
 
 
 def test_what_happens_at_home_is_never_too_far():

@@ -131,6 +131,55 @@ def overall(kept: dict) -> str:
     return "\n\n".join(parts)
 
 
+def why() -> str:
+    """What docs/figures/why.py measured: statistics alone, one image at a time."""
+    file = DOCS / "results" / "why.json"
+    if not file.is_file():
+        return ""
+    lines = ["| | stored | shrunken | the image's own | usual discrepancy |", "|:--|--:|--:|--:|--:|"]
+    for task, entry in json.loads(file.read_text()).items():
+        for site, scores in entry["sites"].items():
+            shown = " | ".join(f"{scores[way]:.1f}" for way in ("source", "shrunken", "own"))
+            level = f"{entry['discrepancy']:.3g}" if site == "home" and entry["discrepancy"] is not None else ""
+            lines.append(f"| {task}, {site} | {shown} | {level} |")
+    return (
+        "## Why\n\nOne image at a time, nothing learned, only the statistics of batch normalization differ "
+        "(`python docs/figures/why.py runs/real SITES`; up to 32 images of a site). *Home* are source images kept for "
+        "validation: what own statistics lose there they lose without any change of site. The usual discrepancy is the "
+        "factor that Eq. (6) multiplies the rate with at home.\n\n" + "\n".join(lines)
+    )
+
+
+def sweep() -> str:
+    """What docs/figures/sweep.py read: Tent at several initial rates."""
+    file = DOCS / "results" / "sweep.json"
+    if not file.is_file():
+        return ""
+    found = json.loads(file.read_text())
+    alphas = sorted({alpha for cell in found.values() for alpha in cell["fixed"]}, key=float)
+    lines = [
+        "| | " + " | ".join(f"fixed {a}" for a in alphas) + " | spread | "
+        + " | ".join(f"recommended {a}" for a in alphas) + " | spread |",
+        "|:--|" + "--:|" * (2 * len(alphas) + 2),
+    ]  # fmt: skip
+    spreads: dict = {"fixed": [], "recommended": []}
+    for name, cell in found.items():
+        shown = []
+        for rule, values in spreads.items():
+            scores = [cell[rule][alpha] for alpha in alphas]
+            values.append(max(scores) - min(scores))
+            shown += [f"{score:.1f}" for score in scores] + [f"{values[-1]:.1f}"]
+        lines.append(f"| {name} | " + " | ".join(shown) + " |")
+    ratio = fmean(spreads["recommended"]) / fmean(spreads["fixed"])
+    return (
+        "## The initial rate\n\nTent, over a factor of a thousand, with "
+        "`dltta bench configs/real/NAME.toml --data SITES --work runs/real/NAME -o runs/sweep/NAME --methods source,tent "
+        f"--rates {','.join(f'{rule}:{a}' for rule in spreads for a in alphas)}` and `python docs/figures/sweep.py "
+        "runs/sweep`. Spread is best minus worst; the recommended default's mean spread is "
+        f"{100 * ratio:.0f} % of the fixed rate's.\n\n" + "\n".join(lines)
+    )
+
+
 def page(kept: dict) -> str:
     missing = [name for name in TITLES if name not in kept]
     parts = [(DOCS / "figures" / "real_head.md").read_text().strip(), overall(kept)]
@@ -140,6 +189,7 @@ def page(kept: dict) -> str:
             f"## {TITLES[name]}\n\n`configs/real/{name}.toml`: {training['epochs']} epochs of source training, seed 0, "
             f"one order.\n\n{entry['table'].strip()}\n\n" + " ".join(entry["headline"])
         )
+    parts += [part for part in (why(), sweep()) if part]
     if missing:
         parts.append(
             "## Not run yet\n\n" + "\n".join(f"- {TITLES[name]} (`configs/real/{name}.toml`)" for name in missing)

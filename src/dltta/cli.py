@@ -599,6 +599,9 @@ def bench(
     source: Annotated[list[str] | None, typer.Option(help="Source site; several are trained on together.")] = None,
     target: Annotated[list[str] | None, typer.Option(help="Target site folder; several may be given.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder for models and results.")] = None,
+    work: Annotated[
+        Path | None, typer.Option(help="Folder of models and streams that several comparisons share [default: -o]")
+    ] = None,
     methods: Annotated[
         str | None, typer.Option(help=f"Also {', '.join(UDA)} [default: source,ptbn,ttt,tent,atta]")
     ] = None,
@@ -637,6 +640,7 @@ def bench(
     given = {
         "source": source, "targets": target, "output": str(output) if output else None, "methods": _names(methods),
         "rates": _names(rates), "seeds": seeds, "orders": orders, "root": str(root) if root else None,
+        "work": str(work) if work else None,
     }  # fmt: skip
     table.update({key: value for key, value in given.items() if value})
     chosen = table.get("methods", METHODS)

@@ -1,0 +1,107 @@
+"""Why adaptation helps or hurts on real sites: python docs/figures/why.py runs/real SITES
+
+For every finished benchmark of configs/real in runs/real, nothing learned: what normalization by one image costs at
+home, where there is nothing to adapt to, and what it gives away from home; and how large the discrepancy usually is.
+Writes docs/results/why.json and docs/images/why.png; docs/figures/real.py puts the table on its page.
+"""
+
+import copy
+import json
+import sys
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from matplotlib.figure import Figure
+
+from dltta.config import make_statistics, read_toml
+from dltta.data.transforms import Preprocessed
+from dltta.evaluation.metrics import dice_per_class, mean_defined
+from dltta.experiment import Experiment
+from dltta.models.loading import Checkpoint, load_checkpoint
+from dltta.models.normalization import use_test_statistics
+from dltta.models.statistics import OwnStatistics
+from dltta.training.examples import gather, split_by_group
+
+DOCS = Path(__file__).parent.parent
+MOST = 32  # images of a site
+WAYS = {"source": "stored", "shrunken": "shrunken", "own": "the image's own"}
+COLORS = {"source": "#888888", "shrunken": "#1f6fb4", "own": "#c0392b"}
+
+
+def main(runs: Path, sites: str) -> None:
+    torch.set_num_threads(2)
+    found = {}
+    for config in sorted((DOCS.parent / "configs" / "real").glob("*.toml")):
+        folder = runs / config.stem / "models" / "seed_0"
+        if (folder / "model.json").is_file():
+            checkpoint = load_checkpoint(folder)
+            if checkpoint.calibration is not None and checkpoint.calibration.layers:
+                found[config.stem] = measured(checkpoint, read_toml(config), sites)
+                print(config.stem, found[config.stem], flush=True)
+    (DOCS / "results" / "why.json").write_text(json.dumps(found, indent=1) + "\n")
+    draw(found).savefig(DOCS / "images" / "why.png", dpi=120)
+
+
+def measured(checkpoint: Checkpoint, config: dict, root: str) -> dict:
+    """Mean score by site and statistics, one image at a time, and the usual discrepancy at home."""
+    experiment = Experiment(tuple(config["source"]), tuple(config["targets"]), "", root=root)
+    networks = {"source": checkpoint.model.eval()}
+    for way, statistics in (
+        ("shrunken", make_statistics("shrunken", checkpoint.calibration)),
+        ("own", OwnStatistics()),
+    ):
+        networks[way] = copy.deepcopy(checkpoint.model)
+        use_test_statistics(networks[way], statistics)
+    found = {"task": checkpoint.task, "discrepancy": checkpoint.calibration.answers["discrepancy"], "sites": {}}
+    for name, pairs in (at_home(checkpoint, experiment, config) | away(checkpoint, experiment)).items():
+        found["sites"][name] = {way: score(network, pairs, checkpoint) for way, network in networks.items()}
+    return found
+
+
+def at_home(checkpoint: Checkpoint, experiment: Experiment, config: dict) -> dict:
+    """Source images that were kept for validation."""
+    cases = gather([experiment.open(site) for site in experiment.source])
+    _, held = split_by_group(cases, config["training"].get("validation", 0.2), config["training"].get("seed", 0))
+    prepare = checkpoint.preprocessing
+    return {"home": [(prepare.image(cases[i].image), prepare.label(cases[i].label)) for i in held[:MOST]]}
+
+
+def away(checkpoint: Checkpoint, experiment: Experiment) -> dict:
+    found = {}
+    for target in experiment.targets:
+        site = Preprocessed(experiment.open(target), checkpoint.preprocessing)
+        step = max(1, len(site) // MOST)
+        cases = [site[i] for i in range(0, len(site), step)][:MOST]
+        found[Path(target).name] = [(case.image, case.label) for case in cases]
+    return found
+
+
+@torch.no_grad()
+def score(network: torch.nn.Module, pairs: list, checkpoint: Checkpoint) -> float:
+    answers = [network(image[None]).argmax(1)[0] for image, _ in pairs]
+    if checkpoint.task == "classification":
+        return 100 * fmean(float(int(a) == int(label)) for a, (_, label) in zip(answers, pairs, strict=True))
+    classes = len(checkpoint.classes)
+    return 100 * fmean(
+        mean_defined(dice_per_class(a, label, classes)) for a, (_, label) in zip(answers, pairs, strict=True)
+    )
+
+
+def draw(found: dict) -> Figure:
+    rows = [(task, site, scores) for task, entry in found.items() for site, scores in entry["sites"].items()]
+    figure = Figure(figsize=(9, 0.42 * len(rows) + 1.2), layout="constrained")
+    axis = figure.subplots()
+    for place, (_, _, scores) in enumerate(rows):
+        axis.plot([min(scores.values()), max(scores.values())], [place, place], color="#dddddd", linewidth=2, zorder=1)
+        for way, value in scores.items():
+            axis.scatter(value, place, color=COLORS[way], s=36, zorder=2, label=WAYS[way] if place == 0 else None)
+    axis.set_yticks(range(len(rows)), [f"{task}, {site}" for task, site, _ in rows], fontsize=9)
+    axis.invert_yaxis()
+    axis.set(xlim=(0, 100), xlabel="Dice or accuracy, one image at a time, nothing learned")
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper center", ncols=3, frameon=False, title="normalized by statistics")
+    return figure
+
+
+main(Path(sys.argv[1]), sys.argv[2])
