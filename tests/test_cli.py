@@ -156,8 +156,8 @@ def test_quick_demo_of_every_task(dltta, tmp_path, task):
 def test_two_comparisons_share_one_source_training(dltta, small, tmp_path):
     config = tmp_path / "bench.toml"
     config.write_text(
-        'source = ["phantom:oct:spectralis:6"]\ntargets = ["phantom:oct:cirrus:2:1"]\nin_domain = "none"\nexamples = 0\n'
-        "network_options = { width = 2 }\n[training]\nepochs = 1\nbatch_size = 2\n"
+        'source = ["phantom:oct:spectralis:6"]\ntargets = ["phantom:oct:cirrus:2:1"]\nin_domain = "none"\n'
+        "examples = 0\nnetwork_options = { width = 2 }\n[training]\nepochs = 1\nbatch_size = 2\n"
     )
     work = tmp_path / "work"
     assert dltta("bench", config, "--methods", "source", "--work", work, "-o", tmp_path / "one")[0] == 0

@@ -173,8 +173,8 @@ def sweep() -> str:
     ratio = fmean(spreads["recommended"]) / fmean(spreads["fixed"])
     return (
         "## The initial rate\n\nTent, over a factor of a thousand, with "
-        "`dltta bench configs/real/NAME.toml --data SITES --work runs/real/NAME -o runs/sweep/NAME --methods source,tent "
-        f"--rates {','.join(f'{rule}:{a}' for rule in spreads for a in alphas)}` and `python docs/figures/sweep.py "
+        "`dltta bench configs/real/NAME.toml --data SITES --work runs/real/NAME -o runs/sweep/NAME "
+        f"--methods source,tent --rates {','.join(f'{rule}:{a}' for rule in spreads for a in alphas)}` and `python docs/figures/sweep.py "
         "runs/sweep`. Spread is best minus worst; the recommended default's mean spread is "
         f"{100 * ratio:.0f} % of the fixed rate's.\n\n" + "\n".join(lines)
     )
