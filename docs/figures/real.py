@@ -171,12 +171,12 @@ def sweep() -> str:
             shown += [f"{score:.1f}" for score in scores] + [f"{values[-1]:.1f}"]
         lines.append(f"| {name} | " + " | ".join(shown) + " |")
     ratio = fmean(spreads["recommended"]) / fmean(spreads["fixed"])
+    rates = ",".join(f"{rule}:{alpha}" for rule in spreads for alpha in alphas)
     return (
-        "## The initial rate\n\nTent, over a factor of a thousand, with "
-        "`dltta bench configs/real/NAME.toml --data SITES --work runs/real/NAME -o runs/sweep/NAME "
-        f"--methods source,tent --rates {','.join(f'{rule}:{a}' for rule in spreads for a in alphas)}` and `python docs/figures/sweep.py "
-        "runs/sweep`. Spread is best minus worst; the recommended default's mean spread is "
-        f"{100 * ratio:.0f} % of the fixed rate's.\n\n" + "\n".join(lines)
+        "## The initial rate\n\nTent, over a factor of a thousand. Spread is best minus worst; the recommended "
+        f"default's mean spread is {100 * ratio:.0f} % of the fixed rate's.\n\n```\n"
+        "dltta bench configs/real/NAME.toml --data SITES --work runs/real/NAME -o runs/sweep/NAME \\\n"
+        f"  --methods source,tent --rates {rates}\npython docs/figures/sweep.py runs/sweep\n```\n\n" + "\n".join(lines)
     )
 
 
