@@ -242,6 +242,17 @@ def test_a_strange_image_is_answered_by_the_prepared_network_and_teaches_nothing
     torch.testing.assert_close(step.logits, expected)
 
 
+def test_strange_images_of_a_batch_are_normalized_with_the_others_and_the_others_without_them():
+    model = trained(networks.Segmenter())
+    calibration = calibrate(model, [x[0] for x in stream((1, 1, 8, 8), 24, seed=3)])
+    batch = torch.cat(IMAGES[:3])
+    batch[1] += 100
+    step = Adapter(model, PTBN(), guard=SourceGuard(Limits(far=10.0), calibration)).step(batch)
+    assert [step.ruling.of(i).verdict for i in range(3)] == ["accepted", "skipped", "accepted"]
+    torch.testing.assert_close(step.logits[1], Adapter(model, PTBN()).step(batch).logits[1])
+    torch.testing.assert_close(step.logits[[0, 2]], Adapter(model, PTBN()).step(batch[[0, 2]]).logits)
+
+
 def test_the_mirrors_ruling_says_what_changed():
     images, trained, prepared = torch.rand(1, 1, 4), seeing(1, 0, 0, 1), seeing(1, 1, 0, 1)
     found = look(1.0, images=images, source=trained(images), trained=trained, prepared=prepared)
