@@ -1,6 +1,7 @@
 """A whole experiment: run, interrupt, continue, and every number from the streams."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from dltta.config import AdaptationSettings
 from dltta.errors import DataError, SettingError
 from dltta.evaluation import Results
 from dltta.experiment import Experiment, run_experiment
-from dltta.models.loading import load_checkpoint
+from dltta.models.loading import load_checkpoint, save_checkpoint
 from dltta.training import TrainingSettings
 
 
@@ -96,6 +97,26 @@ def test_other_settings_run_the_streams_that_they_decide(finished, monkeypatch):
     ran.clear()
     run_experiment(small(folder, adaptation=AdaptationSettings(batches_kept=3, neighbors=1)))
     assert ran == ["tent dynamic"]
+
+
+def test_another_calibration_runs_the_streams_that_measure_with_it(finished, tmp_path, monkeypatch):
+    folder, _ = finished
+    work = tmp_path / "work"
+    shutil.copytree(folder, work)
+    experiment = small(work, rates=("fixed", "relative"))
+    run_experiment(experiment)
+    checkpoint = load_checkpoint(work / "models" / "seed_0")
+    answers = {**checkpoint.calibration.answers, "discrepancy": 123.0}
+    save_checkpoint(
+        work / "models" / "seed_0", replace(checkpoint, calibration=replace(checkpoint.calibration, answers=answers))
+    )
+    ran = []
+    real = dltta.experiment.run_job
+    monkeypatch.setattr(
+        dltta.experiment, "run_job", lambda *job: (ran.append(f"{job[1].method} {job[1].rate}"), real(*job))
+    )
+    run_experiment(experiment)
+    assert ran == ["tent relative"]
 
 
 def test_experiments_that_share_their_work_train_and_run_nothing_twice(finished, tmp_path, monkeypatch):

@@ -87,6 +87,10 @@ class AdaptationSettings:
         names = alone[method] if method in alone else [entry.name for entry in fields(self)]
         return {name: getattr(self, name) for name in names if name not in ignored}
 
+    def measures(self, rate: str) -> bool:
+        """Whether a stream with this rate measures with the network's calibration."""
+        return rate.partition(":")[0] in ("relative", RECOMMENDED) or self.guard or self.statistics == "shrunken"
+
     def memory(self) -> MemoryBank:
         """A new bank; settings must be complete (`for_task`)."""
         if self.batches_kept is None or self.batch_size is None or self.neighbors is None:

@@ -171,6 +171,7 @@ class Bench:
     experiment: Experiment
     models: Mapping[str, str]  # by name: checksum of the weights
     data: Mapping[tuple[str, int], str]  # target and seed: checksum of the images as the network takes them
+    calibrations: Mapping[str, str | None]  # by name of the model
 
     def key(self, job: Job) -> str:
         """A file name that changes when anything that decides the stream's outcome changes."""
@@ -182,6 +183,8 @@ class Bench:
             self.data[job.target, job.seed],
             __version__,
         ]
+        if self.experiment.adaptation.measures(job.rate):
+            decisive.append(self.calibrations.get(job.model))
         digest = sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:12]
         return f"{_file_name(job.target)}_{job.method}_{job.rate}_seed{job.seed}_order{job.order}_{digest}"
 
@@ -242,7 +245,11 @@ def prepare(
         if job.model not in weights:
             report = listener.training(job.seed)
             weights[job.model] = _weights(train_uda(experiment, job, models[job.seed], device, report))
-    return Bench(experiment, weights, _data(experiment, models)), models
+    measured = {
+        f"seed_{seed}": None if model.calibration is None else model.calibration.checksum()
+        for seed, model in models.items()
+    }
+    return Bench(experiment, weights, _data(experiment, models), measured), models
 
 
 def train_source(experiment: Experiment, seed: int, device: str, report: Report) -> Checkpoint:

@@ -4,6 +4,8 @@ Measured once at the end of source training on source images and kept with the n
 answers, no image and no label. `Shrunken` statistics, the relative learning rate and the guard measure with it.
 """
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +28,13 @@ class Calibration:
     layers: Mapping[str, tuple[Tensor, Tensor]]  # batch-normalization layer: means (N, C) and variances (N, C)
     eps: Mapping[str, float]  # of those layers
     answers: Mapping[str, Any] = field(default_factory=dict)  # numbers for the guard and the rate, see `training`
+
+    def checksum(self) -> str:
+        """Of everything that was measured, as lower-case hexadecimal."""
+        digest = hashlib.sha256(json.dumps([dict(self.eps), dict(self.answers)], sort_keys=True).encode())
+        for name, parts in self.layers.items():
+            digest.update(name.encode() + b"".join(part.cpu().numpy().tobytes() for part in parts))
+        return digest.hexdigest()
 
     def moments(self, batch_size: int = 1) -> dict[str, Moments]:
         """What batches of this size look like to each layer."""
