@@ -38,7 +38,7 @@ demo: setup
 	$(BIN)/dltta demo
 
 bench-speed: setup
-	$(BIN)/python benchmarks/speed.py --compile
+	$(BIN)/python benchmarks/speed.py --compile oct color
 
 bench-adapt: setup
 	$(BIN)/python benchmarks/adapt.py

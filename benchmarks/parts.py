@@ -69,7 +69,7 @@ def bank(workload: Workload) -> dict[str, Any]:
 
 def options(workload: Workload, settings: argparse.Namespace) -> dict[str, float]:
     """Seconds of a plain forward pass and of dynamic Tent, with and without what makes networks faster."""
-    repeats = settings.repeats or workload.repeats
+    repeats = settings.repeats or max(2, workload.repeats // 2)
     x = workload.images()
     runs: dict[str, Callable[[], object]] = {PLAIN: rows(workload)[PLAIN](workload).run}
     for layout in ("given", "auto"):
@@ -88,7 +88,7 @@ def options(workload: Workload, settings: argparse.Namespace) -> dict[str, float
 
 def compiled(workload: Workload, settings: argparse.Namespace) -> dict[str, Any]:
     """Seconds of dynamic Tent on a network under torch.compile, and of compiling it; or why it cannot be."""
-    repeats = settings.repeats or workload.repeats
+    repeats = settings.repeats or max(2, workload.repeats // 2)
     x, plain, adapter = (
         workload.images(),
         make_adapter(workload, "Tent", "dynamic"),
@@ -109,7 +109,6 @@ def memory(workload: Workload, settings: argparse.Namespace) -> int:
     """Peak bytes of one row beyond what the process had before anything was made."""
     before = PeakMemory.now()
     row = rows(workload)[settings.row](workload)
-    row.run()
     peak = PeakMemory()
     row.run()
     return peak.bytes() - before

@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, help="rounds that are counted; by default as many as suit the workload")
     parser.add_argument("--quick", action="store_true", help="small images and few rounds: tries the program")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--compile", action="store_true", help="measure torch.compile too (minutes per workload)")
+    parser.add_argument("--compile", nargs="*", choices=list(WORKLOADS), default=[], help="with torch.compile too")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--page", type=Path)
     parser.add_argument("--part", help=argparse.SUPPRESS)
@@ -75,7 +75,7 @@ def _workload(name: str, part: Callable[..., Any], settings: argparse.Namespace)
     }
     for row in measured["rows"]:
         row["peak_bytes"] = part("memory", workloads=name, row=row["name"])
-    if settings.compile:
+    if name in settings.compile:
         measured["compile"] = part("compile", workloads=name)
     return measured
 

@@ -86,7 +86,7 @@ WORKLOADS = {
             8,
             1e-3,
             "down_4",
-            15,
+            11,
         ),
         Workload(
             "histology",
@@ -97,7 +97,7 @@ WORKLOADS = {
             12,
             3e-4,
             "features",
-            5,
+            3,
             ttt_batch=50,
         ),
         Workload(
@@ -109,7 +109,7 @@ WORKLOADS = {
             8,
             1e-3,
             "down_4",
-            7,
+            5,
         ),
         Workload(
             "color",
@@ -120,7 +120,7 @@ WORKLOADS = {
             8,
             1e-3,
             "down_4",
-            11,
+            7,
         ),
     )
 }

@@ -10,7 +10,7 @@ import networks
 from dltta import Adapter, Fixed, Limits, MemoryBank, Proportional, SourceGuard
 from dltta.config import make_guard
 from dltta.errors import InputError, NonFiniteError, SettingError
-from dltta.guard import Evidence, Look, Ruling, beyond, changed, entropy, marginal, together
+from dltta.guard import Evidence, Look, Ruling, beyond, changed, entropy, marginal, together, unsteadiness
 from dltta.models.calibration import Calibration
 from dltta.models.statistics import Running
 from dltta.objectives import PTBN, Tent
@@ -102,7 +102,8 @@ MEASURED = {
 def test_limits_come_from_source_images():
     limits = Limits.calibrated(MEASURED)
     assert limits.shares == ((0.5, 0.9), (0.1, 0.5))
-    assert limits.home == (3.0, 2.0)
+    assert limits.home == (1.5, 1.0)  # half of what 95 % stay below
+    assert limits.steadier == 0.7
     assert limits.far == 51.0  # halfway from 1 to the negatives
     assert limits.doubt == pytest.approx(0.7)  # halfway to shuffled pixels
     noisy = MEASURED["strangeness"] | {"noise": 201.0}
@@ -118,7 +119,7 @@ def test_what_happens_at_home_is_never_too_far():
 
 def test_what_nobody_measured_has_no_limit():
     limits = Limits.calibrated({"shares": [[0, 1]], "strangeness": None})
-    assert (limits.home, limits.far, limits.doubt) == (None, None, None)
+    assert (limits.home, limits.far, limits.doubt, limits.steadier) == (None, None, None, None)
 
 
 def test_impossible_limits_are_refused():
@@ -187,7 +188,7 @@ def test_doubt_is_the_mean_entropy_of_the_answer_alone():
 
 
 def test_images_at_home_are_not_looked_at_again():
-    guard = SourceGuard(Limits(home=(1.0, 1.0), doubt=0.5, mirror=-1), ONE_LAYER)
+    guard = SourceGuard(Limits(home=(1.0, 1.0), doubt=0.5, steadier=0.7), ONE_LAYER)
     assert verdicts(guard.triage(look(1.0))) == ["at home"]
 
 
@@ -208,7 +209,7 @@ def seeing(*marks):
     ],
 )
 def test_the_steadier_answer_in_the_mirror_wins_if_it_is_plausible(trained, prepared, verdict):
-    limits = Limits(mirror=-1, shares=((0.3, 0.7), (0.3, 0.7)), margin=2.0)
+    limits = Limits(steadier=0.7, shares=((0.3, 0.7), (0.3, 0.7)), margin=2.0)
     images = torch.rand(1, 1, 4)
     found = look(1.0, images=images, source=trained(images), trained=trained, prepared=prepared)
     assert verdicts(SourceGuard(limits).triage(found)) == [verdict]
@@ -216,7 +217,7 @@ def test_the_steadier_answer_in_the_mirror_wins_if_it_is_plausible(trained, prep
 
 def test_strange_images_are_shown_to_the_mirror_too():
     images, trained, prepared = torch.rand(2, 1, 4), seeing(1, 0, 0, 1), seeing(1, 1, 0, 1)
-    guard = SourceGuard(Limits(home=(1.0, 1.0), far=9.0, mirror=-1), ONE_LAYER)
+    guard = SourceGuard(Limits(home=(1.0, 1.0), far=9.0, steadier=0.7), ONE_LAYER)
     networks = {"trained": trained, "prepared": prepared}
     found = look(7.1, 5.0, images=images, source=trained(images), **networks)
     assert verdicts(guard.triage(found)) == ["source", "source"]
@@ -256,28 +257,25 @@ def test_strange_images_of_a_batch_are_normalized_with_the_others_and_the_others
 def test_the_mirrors_ruling_says_what_changed():
     images, trained, prepared = torch.rand(1, 1, 4), seeing(1, 0, 0, 1), seeing(1, 1, 0, 1)
     found = look(1.0, images=images, source=trained(images), trained=trained, prepared=prepared)
-    (ruling,) = SourceGuard(Limits(mirror=-1)).triage(found)
-    assert ruling.reason == "0.5 of the answer changes in the mirror, of the source network's 0"
+    (ruling,) = SourceGuard(Limits(steadier=0.7)).triage(found)
+    assert ruling.reason == "0.5 of the answer changes in mirrors, of the source network's 0"
     assert ruling.signals == {"unsteady": 0.5, "source_unsteady": 0.0}
 
 
-def test_images_are_mirrored_along_the_axis_of_the_limits_and_answers_turned_back():
-    images = torch.tensor([[0.0, 0.0], [1.0, 1.0]])[None, None]  # marked below
+def test_unsteadiness_is_the_mean_over_the_axes_of_what_changes():
+    images = torch.tensor([[0.0, 0.0], [1.0, 1.0]])[None, None].repeat(2, 1, 1, 1)
+    answer = seeing2d(images)
+    assert unsteadiness(seeing2d, images, answer) == [0.5, 0.5]  # left and right are alike to it, above and below not
 
-    def network(x):
-        return torch.cat([1 - x, x], 1)  # marks what is bright: as steady as can be
+    def bright(x):
+        return torch.cat([1 - x, x], 1)
 
-    found = look(1.0, images=images, source=network(images), trained=seeing2d, prepared=network)
-    for axis in (-1, -2):
-        assert verdicts(SourceGuard(Limits(mirror=axis)).triage(found)) == [None]
-    found = look(1.0, images=images, source=network(images), trained=network, prepared=seeing2d)
-    assert verdicts(SourceGuard(Limits(mirror=-1)).triage(found)) == [None]  # left and right are alike to it
-    assert verdicts(SourceGuard(Limits(mirror=-2)).triage(found)) == ["source"]
+    assert unsteadiness(bright, images, bright(images)) == [0, 0]  # what turns with the image is steady
 
 
 def seeing2d(images):
     """Marks the upper half whatever it sees."""
-    marks = torch.tensor([[0.9, 0.9], [0.1, 0.1]])[None, None]
+    marks = torch.tensor([[0.9, 0.9], [0.1, 0.1]]).expand(len(images), 1, 2, 2)
     return torch.cat([1 - marks, marks], 1)
 
 

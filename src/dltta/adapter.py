@@ -77,7 +77,7 @@ class Adapter(nn.Module):
     `steps` gradient steps are taken per batch. `mode="image-specific"` returns network and optimizer to the source
     before every batch; the memory goes on. `predict="before"` answers from the pass before the last update and saves
     the pass after it. `guard` may undo an update or answer with the network as it was given (`Step.ruling`), for the
-    price of one to six more passes. `layout="auto"` makes the network faster where that was measured to help
+    price of one to eight more passes. `layout="auto"` makes the network faster where that was measured to help
     (convolutions on a CPU: weights channels-last), which changes answers by rounding; `layout="given"` leaves it as it
     is.
 

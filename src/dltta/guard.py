@@ -89,6 +89,9 @@ class Guard(Protocol):
         ...
 
 
+STEADIER = 0.7
+
+
 @dataclass(frozen=True)
 class Limits:
     """How far images and answers may go; None where nobody measured it on source images.
@@ -97,9 +100,8 @@ class Limits:
     - `home`: up to this strangeness, at the first layer and over all, images are at home
     - `far`: from this strangeness on, over all layers, nothing is learned from an image
     - `doubt`: nor above this entropy of its answer, in nats
-    - `mirror`: the axis, from the end, along which images are mirrored to see whose answer is steadier
-    - `steadier`: it is the source network's if it changes by less than this part of the other; 0.7 was best on source
-      images with other contrast, brightness, noise and sharpness (see docs/guard.md)
+    - `steadier`: the source network answers if mirrors change less than this part of what they change of the other
+      answer; 0.7 was best on source images with other contrast, brightness, noise and sharpness (docs/guard.md)
 
     Answers:
     - `rate`: no published setting comes near 1
@@ -115,8 +117,7 @@ class Limits:
     home: tuple[float, float] | None = None
     far: float | None = None
     doubt: float | None = None
-    mirror: int | None = None
-    steadier: float = 0.7
+    steadier: float | None = None
     rate: float = 1.0
     drift: float = 0.5
     changed: float = 0.02
@@ -136,20 +137,21 @@ class Limits:
     def calibrated(cls, answers: Mapping[str, Any]) -> "Limits":
         """From what the network did on source images (`Calibration.answers`).
 
-        At home is where 95 % of source images are. Nothing is learned from an image that is more than halfway from the
-        source's images to their negatives and to noise, or whose answer is more than halfway in doubt from theirs to
-        those for shuffled pixels; unless that, too, happens at home.
+        At home is up to half as strange as 95 % of source images. Nothing is learned from an image that is more than
+        halfway from the source's images to their negatives and to noise, or whose answer is more than halfway in doubt
+        from theirs to those for shuffled pixels; unless that, too, happens at home.
         """
         shares = tuple((float(low), float(high)) for low, high in answers["shares"])
         strange, doubt = answers.get("strangeness"), answers.get("doubt")
-        home = far = unsure = None
+        home = far = unsure = steadier = None
         if strange is not None:
-            home = strange["first"], strange["usual"]
+            home = strange["first"] / 2, strange["usual"] / 2
             useless = max(strange["negative"], strange["noise"])
             far = max((1 + useless) / 2, 2 * strange["usual"])
         if doubt is not None:
             unsure = max((doubt["median"] + doubt["shuffled"]) / 2, doubt["usual"])
-        return cls(home, far, unsure, answers.get("mirror"), shares=shares)
+            steadier = STEADIER
+        return cls(home, far, unsure, steadier, shares=shares)
 
 
 class SourceGuard:
@@ -170,8 +172,8 @@ class SourceGuard:
             self._sort_by_strangeness(rulings, self._strangeness(look.layers))
         if None in rulings and self.limits.doubt is not None:
             self._sort_by_doubt(rulings, look.alone(look.images), self.limits.doubt)
-        if self.limits.mirror is not None and _unsettled(rulings):
-            self._sort_by_steadiness(rulings, look, self.limits.mirror)
+        if self.limits.steadier is not None and _unsettled(rulings):
+            self._sort_by_steadiness(rulings, look, self.limits.steadier)
         return rulings
 
     def _sort_by_strangeness(self, rulings: list[Ruling | None], strangeness: Tensor) -> None:
@@ -197,22 +199,14 @@ class SourceGuard:
                 reason = f"doubt {doubt[i]:.3g}, limit {limit:.3g}: nothing to be seen"
                 rulings[i] = Ruling("skipped", reason, {"doubt": doubt[i]})
 
-    def _sort_by_steadiness(self, rulings: list[Ruling | None], look: Look, axis: int) -> None:
-        """The source network answers where it does so plausibly and is clearly steadier in the mirror."""
-        mirrored = look.images.flip(axis)
-        theirs, ours = look.source, look.prepared(look.images)
-        their_mirror, our_mirror = (network(mirrored).flip(axis) for network in (look.trained, look.prepared))
+    def _sort_by_steadiness(self, rulings: list[Ruling | None], look: Look, part: float) -> None:
+        """The source network answers where it does so plausibly and is clearly steadier in mirrors."""
+        ours = unsteadiness(look.prepared, look.images, look.prepared(look.images))
+        theirs = unsteadiness(look.trained, look.images, look.source)
         for i in _unsettled(rulings):
-            one = slice(i, i + 1)
-            found = {
-                "unsteady": changed(ours[one], our_mirror[one]),
-                "source_unsteady": changed(theirs[one], their_mirror[one]),
-            }
-            clearly = found["source_unsteady"] < self.limits.steadier * found["unsteady"]
-            if clearly and self._plausible(theirs[one]):
-                reason = f"{found['unsteady']:.2g} of the answer changes in the mirror, "
-                reason += f"of the source network's {found['source_unsteady']:.2g}"
-                rulings[i] = Ruling("source", reason, found)
+            if theirs[i] < part * ours[i] and self._plausible(look.source[i : i + 1]):
+                reason = f"{ours[i]:.2g} of the answer changes in mirrors, of the source network's {theirs[i]:.2g}"
+                rulings[i] = Ruling("source", reason, {"unsteady": ours[i], "source_unsteady": theirs[i]})
 
     def _plausible(self, answer: Tensor) -> bool:
         return beyond(marginal(answer), self.limits.shares) <= math.log(self.limits.margin)
@@ -261,6 +255,13 @@ def together(rulings: Sequence[Ruling | None], rest: Ruling | None) -> Ruling:
     if rest is None:
         return replace(gravest, reason=note, apart=apart)
     return replace(rest, reason=note if rest.reason is None else f"{rest.reason}; {note}", apart=apart)
+
+
+def unsteadiness(network: Network, images: Tensor, answer: Tensor) -> list[float]:
+    """How much of each answer changes when the image is mirrored and the answer mirrored back; mean over the axes."""
+    axes = range(2, images.ndim)
+    mirrored = [network(images.flip(axis)).flip(axis) for axis in axes]
+    return [fmean(changed(answer[i : i + 1], other[i : i + 1]) for other in mirrored) for i in range(len(images))]
 
 
 def changed(answer: Tensor, other: Tensor) -> float:

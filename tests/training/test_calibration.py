@@ -11,7 +11,6 @@ from dltta.training.calibration import (
     answer_ranges,
     calibrate,
     doubt,
-    mirror_axis,
     negative,
     noise,
     shuffled,
@@ -159,35 +158,6 @@ def test_doubt_is_the_entropy_under_the_images_own_statistics():
     assert found["shuffled"] == pytest.approx(np.sort(entropies(map(shuffled, IMAGES)))[5], rel=1e-4)
 
 
-class Sided(torch.nn.Module):
-    """Marks what is brighter than its neighbor above: the same in the mirror, another in one that lies."""
-
-    def __init__(self):
-        super().__init__()
-        self.bias = torch.nn.Parameter(torch.zeros(()))
-
-    def forward(self, x):
-        marked = 9 * (x - x.roll(1, 2)) + self.bias
-        return torch.cat([-marked, marked], 1)
-
-
-class Lying(Sided):
-    def forward(self, x):
-        return super().forward(x.transpose(2, 3)).transpose(2, 3)
-
-
-@pytest.mark.parametrize(("network", "axis"), [(Sided(), -1), (Lying(), -2)])
-def test_the_mirror_stands_where_answers_change_least(network, axis):
-    images = [image + image.flip(-3 - axis) for image in IMAGES]  # alike from the other side, which must not mislead
-    with torch.no_grad():
-        predictions = [network(image[None]).softmax(1) for image in images]
-    assert mirror_axis(network, images, predictions) == axis
-
-
-def test_the_mirrors_axis_is_kept_with_the_calibration():
-    assert calibrate(trained(networks.Segmenter()), IMAGES).answers["mirror"] in (-1, -2)
-
-
 def test_negative_and_shuffled_by_hand():
     image = torch.tensor([[[0.0, 1.0], [3.0, 3.0]], [[5.0, 5.0], [5.0, 7.0]]])
     assert negative(image).tolist() == [[[3.0, 2.0], [0.0, 0.0]], [[7.0, 7.0], [7.0, 5.0]]]
@@ -205,9 +175,9 @@ def test_a_calibration_of_another_network_is_refused():
 
 def test_too_few_images_and_whole_images_have_less_to_say():
     few = calibrate(trained(networks.Segmenter()), IMAGES[:7]).answers
-    assert (few["strangeness"], few["doubt"], few["mirror"]) == (None, None, None)
+    assert (few["strangeness"], few["doubt"]) == (None, None)
     whole = calibrate(trained(networks.Classifier()), IMAGES).answers
-    assert (whole["doubt"], whole["mirror"]) == (None, None)
+    assert whole["doubt"] is None
     assert whole["strangeness"]["usual"] > 0
 
 

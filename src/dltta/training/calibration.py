@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from dltta.discrepancy import batch_discrepancy
-from dltta.guard import changed
 from dltta.memory import MemoryBank
 from dltta.models.calibration import Calibration, LayerSamples, Strangeness, log_variances
 from dltta.models.features import forward_with_features
@@ -33,7 +32,6 @@ def calibrate(model: nn.Module, images: Sequence[Tensor], *, layer: str | None =
     - `discrepancy`: the median discrepancy of the images to their 8 nearest among the 20 before them; None if too few
     - `strangeness`, see there; None without batch normalization or with fewer than 8 images
     - `doubt`, see there; None unless the prediction is dense, or with fewer than 8 images
-    - `mirror`: the axis, from the end, along which mirrored images are answered most alike; None unless dense
     """
     chosen = list(images)[:MOST]
     device = next(model.parameters()).device
@@ -59,7 +57,6 @@ def calibrate(model: nn.Module, images: Sequence[Tensor], *, layer: str | None =
         "discrepancy": median(discrepancies) if discrepancies else None,
         "strangeness": strangeness(model, chosen, calibration) if enough and calibration.layers else None,
         "doubt": doubt(model, chosen) if enough and dense else None,
-        "mirror": mirror_axis(model, chosen, predictions) if enough and dense else None,
     }
     return Calibration(calibration.layers, calibration.eps, answers)
 
@@ -121,20 +118,6 @@ def doubt(model: nn.Module, images: Sequence[Tensor]) -> dict[str, float]:
 
     home, noise = over(lambda image: image), over(shuffled)
     return {"median": home.median().item(), "usual": home.quantile(USUAL).item(), "shuffled": noise.median().item()}
-
-
-def mirror_axis(model: nn.Module, images: Sequence[Tensor], predictions: Sequence[Tensor]) -> int:
-    """The axis, from the end, along which a mirrored image changes least of the answer: bodies have sides, not tops."""
-    device = next(model.parameters()).device
-
-    def unsteadiness(axis: int) -> float:
-        pairs = zip(images, predictions, strict=True)
-        return sum(
-            changed(probabilities(model(image[None].to(device).flip(axis))).flip(axis).cpu(), prediction)
-            for image, prediction in pairs
-        )
-
-    return min(range(-1, -images[0].ndim, -1), key=unsteadiness)
 
 
 def negative(image: Tensor) -> Tensor:
