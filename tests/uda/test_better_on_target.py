@@ -11,8 +11,9 @@ from dltta.data.transforms import Preprocessing
 from dltta.models.architecture import Architecture
 from dltta.training import SourceTraining, TrainingSettings
 from dltta.training.task import validation_score
-from dltta.uda import UDATraining
+from dltta.uda import UDATraining, style
 from dltta.uda.cyclegan import CycleGAN
+from dltta.uda.style import StyleTransfer
 from dltta.uda.udas import UDAS
 from sites import Locked
 
@@ -79,8 +80,10 @@ def dice(model, dataset):
     [
         UDAS(epochs=6, discriminator_rate=1e-3, width=8),
         CycleGAN(epochs=14, learning_rate=1e-3, width=8, blocks=3, discriminator_width=16),
+        StyleTransfer(**style.PHANTOM),
+        StyleTransfer(direction="to-source", iterations=15),
     ],
-    ids=lambda method: method.name,
+    ids=["udas", "cyclegan", "uda-st", "uda-st-to-source"],
 )
 def test_it_is_better_than_no_adaptation(method, sources, tmp_path):
     gains = []

@@ -42,7 +42,7 @@ def encode_levels(model: nn.Module, layers: Collection[str], x: Tensor) -> dict[
     for layer in layers:
         if not isinstance(reached.get(layer), Tensor):
             raise SettingError(f"layer {layer!r} gives no tensor in a forward pass; choose another")
-    return reached
+    return {layer: reached[layer] for layer in layers}
 
 
 def shared_parameters(model: nn.Module, layer: str, x: Tensor) -> list[str]:

@@ -4,7 +4,7 @@ A perceptual network gives features of an image at several depths. How their cha
 place, is the image's style; where they occur is its content.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
@@ -79,11 +79,11 @@ class Perception:
 
     @classmethod
     @torch.no_grad()
-    def measured(cls, look: Look, layers: PerceptualLayers, images: Sequence[Tensor]) -> "Perception":
-        """With the mean activations on these images (C, *spatial)."""
-        seen = [look(image[None]) for image in images]
-        means = {layer: fmean(float(features[layer].abs().mean()) for features in seen) for layer in layers.all}
-        return cls(look, layers, {layer: max(mean, SMALLEST) for layer, mean in means.items()})
+    def measured(cls, look: Look, layers: PerceptualLayers, images: Iterable[Tensor]) -> "Perception":
+        """With the mean activations on these images (C, *spatial), which are looked at one by one."""
+        means = [[float(found.abs().mean()) for found in look(image[None]).values()] for image in images]
+        activations = [max(fmean(each), SMALLEST) for each in zip(*means, strict=True)]
+        return cls(look, layers, dict(zip(layers.all, activations, strict=True)))
 
     def __call__(self, x: Tensor) -> Features:
         return {layer: found / self.activations[layer] for layer, found in self.look(x).items()}
@@ -104,10 +104,18 @@ class Style:
     high: float
 
     @classmethod
-    def mean(cls, styles: Sequence["Style"]) -> "Style":
-        """The look that images have in common."""
-        grams = {name: torch.stack([style.grams[name] for style in styles]).mean(0) for name in styles[0].grams}
-        return cls(grams, min(style.low for style in styles), max(style.high for style in styles))
+    def mean(cls, styles: Iterable["Style"]) -> "Style":
+        """The look that images have in common; styles are taken one by one."""
+        total, count = None, 0
+        for style in styles:
+            total, count = style if total is None else total._plus(style), count + 1
+        if total is None:
+            raise InputError("there is no image whose style could be measured")
+        return cls({layer: gram / count for layer, gram in total.grams.items()}, total.low, total.high)
+
+    def _plus(self, other: "Style") -> "Style":
+        grams = {layer: gram + other.grams[layer] for layer, gram in self.grams.items()}
+        return Style(grams, min(self.low, other.low), max(self.high, other.high))
 
 
 @torch.no_grad()

@@ -38,7 +38,7 @@ from dltta.training.fit import Batch, Losses, Plan
 from dltta.uda.training import UDATraining
 
 WEIGHTS = {"vgg19": 1e4, "encoder": 1e6}  # of style over content
-PHANTOM: dict[str, Any] = {"iterations": 15, "start": "source", "epochs": 4}  # a minute for 40 images on two cores
+PHANTOM: dict[str, Any] = {"iterations": 15, "start": "source", "epochs": 8}  # a minute for 40 images on two cores
 ROUNDS = 10  # parts in which images are restyled; after each the training can be resumed
 
 
@@ -74,14 +74,14 @@ class StyleTransfer:
         return Restyling(self.content_weight, weight, self.iterations, self.optimizer)
 
     def train(self, training: UDATraining, /) -> Checkpoint:
-        source = training.source()
-        images = [image.to(training.device) for image, _ in training.domains.source.pairs]
-        network = copy.deepcopy(source.model).to(training.device).eval().requires_grad_(False)
-        vgg = None if self.vgg is None else load_vgg19(Path(self.vgg)).to(training.device).requires_grad_(False)
-        perception = perceive(network, vgg, self.layers(source.architecture), images)
         by = "the source network's encoder" if self.vgg is None else f"VGG-19 from {Path(self.vgg).name}"
+        vgg = None if self.vgg is None else load_vgg19(Path(self.vgg)).to(training.device).requires_grad_(False)
+        source = training.source()
+        network = copy.deepcopy(source.model).to(training.device).eval().requires_grad_(False)
+        images = [image for image, _ in training.domains.source.pairs]
+        perception = perceive(network, vgg, self.layers(source.architecture), images, training.device)
         if self.direction == "to-source":
-            style = Style.mean([style_of(perception, image) for image in images])
+            style = Style.mean(style_of(perception, image.to(training.device)) for image in images)
             model = Restyled(network, vgg, self.restyling, perception.layers, [len(g) for g in style.grams.values()])
             model.keep(style, perception.activations)
             return training.checkpoint(model, self._architecture(source.architecture, model), perception=by)
@@ -132,13 +132,18 @@ class StyleTransfer:
 
 
 def perceive(
-    network: nn.Module, vgg: nn.Module | None, layers: PerceptualLayers, images: Sequence[Tensor]
+    network: nn.Module,
+    vgg: nn.Module | None,
+    layers: PerceptualLayers,
+    images: Sequence[Tensor],
+    device: torch.device,
 ) -> Perception:
     """VGG-19 if there is one, else the network's own encoder; activations as measured on these images."""
+    shown = (image.to(device) for image in images)
     if vgg is None:
-        return Perception.measured(through_encoder(network, layers), layers, images)
+        return Perception.measured(through_encoder(network, layers), layers, shown)
     low, high = min(float(image.min()) for image in images), max(float(image.max()) for image in images)
-    return Perception.measured(through_vgg(vgg, layers, low, high), layers, images)
+    return Perception.measured(through_vgg(vgg, layers, low, high), layers, shown)
 
 
 def couples(sources: int, targets: int, seed: int) -> list[int]:
