@@ -23,6 +23,7 @@ from speed_page import page
 from workloads import WORKLOADS
 
 ROOT = Path(__file__).resolve().parent.parent
+AGAIN = ("memory", "recall", "stream", "training")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder = ROOT / ("runs" if settings.quick else "docs/results")
     output = settings.output or folder / "speed.json"
     shown = settings.page or (output.with_suffix(".md") if settings.quick else ROOT / "docs" / "speed.md")
-    results = _memory_again(settings, output) if settings.memory_again else _collect(settings)
+    results = _again(settings, json.loads(output.read_text())) if settings.again else _collect(settings)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     shown.write_text(page(results))
@@ -47,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="small images and few rounds: tries the program")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--compile", nargs="*", choices=list(WORKLOADS), default=[], help="with torch.compile too")
-    parser.add_argument("--memory-again", action="store_true", help="keep all results but the peak memory")
+    parser.add_argument("--again", nargs="+", choices=AGAIN, default=[], help="measure only these, keep the rest")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--page", type=Path)
     parser.add_argument("--part", help=argparse.SUPPRESS)
@@ -81,12 +82,14 @@ def _workload(name: str, part: Callable[..., Any], settings: argparse.Namespace)
     return measured
 
 
-def _memory_again(settings: argparse.Namespace, output: Path) -> dict[str, Any]:
-    results: dict[str, Any] = json.loads(output.read_text())
-    for name in settings.workloads:
+def _again(settings: argparse.Namespace, results: dict[str, Any]) -> dict[str, Any]:
+    for name in settings.workloads if "memory" in settings.again else ():
         for row in results["workloads"][name]["rows"]:
             options = {"workloads": name, "row": row["name"], "allocator": "default"}
             row["peak_bytes"] = _in_a_process(settings, "memory", options)
+    for name in settings.again:
+        if name != "memory":
+            results[name] = _in_a_process(settings, name, {"workloads": "histology"} if name == "recall" else {})
     return results
 
 

@@ -49,7 +49,9 @@ def test_the_speed_page():
                 "images": 20_000,
                 "window": 1000,
                 "first": 0.002,
-                "last": 0.002,
+                "last": 0.003,
+                "plain_first": 0.001,
+                "plain_last": 0.001,
                 "resident_after_first": 4e8,
                 "resident_after_last": 4e8,
             },
@@ -60,6 +62,7 @@ def test_the_speed_page():
     assert "| OCT | 1.25 | 2.00 | 4.00 | not on this CPU | not measured |" in text  # of 4 seconds
     assert "| OCT | 20 | 100 + 900 | 80.0 kB | 80.0 kB | 40.0 kB | within 0.5 % |" in text
     assert "| 1,000 | 50.0 | 2.0 % |" in text
+    assert "| last 1,000 | 3.000 | 3.00 | 400.0 MB |" in text
     assert "| a net | none | 2.000 | 1.500 | 0.75 |" in text
 
 
