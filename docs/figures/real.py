@@ -144,7 +144,7 @@ def why() -> str:
             lines.append(f"| {task}, {site} | {shown} | {level} |")
     return (
         "## Why\n\nOne image at a time, nothing learned, only the statistics of batch normalization differ "
-        "(`python docs/figures/why.py runs/real SITES`; up to 32 images of a site). *Home* are source images kept for "
+        "(`python docs/figures/why.py runs/real SITES`; up to 24 images of a site). *Home* are source images kept for "
         "validation: what own statistics lose there they lose without any change of site. The usual discrepancy is the "
         "factor that Eq. (6) multiplies the rate with at home.\n\n" + "\n".join(lines)
     )

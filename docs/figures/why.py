@@ -1,4 +1,4 @@
-"""Why adaptation helps or hurts on real sites: python docs/figures/why.py runs/real SITES
+"""Why adaptation helps or hurts on real sites: python docs/figures/why.py runs/real SITES [TASK …]
 
 For every finished benchmark of configs/real in runs/real, nothing learned: what normalization by one image costs at
 home, where there is nothing to adapt to, and what it gives away from home; and how large the discrepancy usually is.
@@ -24,17 +24,17 @@ from dltta.models.statistics import OwnStatistics
 from dltta.training.examples import gather, split_by_group
 
 DOCS = Path(__file__).parent.parent
-MOST = 32  # images of a site
+MOST = 24  # images of a site
 WAYS = {"source": "stored", "shrunken": "shrunken", "own": "the image's own"}
 COLORS = {"source": "#888888", "shrunken": "#1f6fb4", "own": "#c0392b"}
 
 
-def main(runs: Path, sites: str) -> None:
+def main(runs: Path, sites: str, tasks: list[str]) -> None:
     torch.set_num_threads(2)
     found = {}
     for config in sorted((DOCS.parent / "configs" / "real").glob("*.toml")):
         folder = runs / config.stem / "models" / "seed_0"
-        if (folder / "model.json").is_file():
+        if (folder / "model.json").is_file() and config.stem in (tasks or [config.stem]):
             checkpoint = load_checkpoint(folder)
             if checkpoint.calibration is not None and checkpoint.calibration.layers:
                 found[config.stem] = measured(checkpoint, read_toml(config), sites)
@@ -104,4 +104,4 @@ def draw(found: dict) -> Figure:
     return figure
 
 
-main(Path(sys.argv[1]), sys.argv[2])
+main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
