@@ -70,7 +70,8 @@ def run(opened, images: Path, output: Path, settings: StreamSettings, count: int
             parts = [
                 f"{key} {line[key]:.2g}" for key in ("rate", "discrepancy", "changed") if line.get(key) is not None
             ]
-            print(f"  {line['case']}: {line['guard']}, {', '.join(parts)}")
+            parts += [line["reason"]] if line.get("reason") else []
+            print(f"  {line['case']}: {line['guard']}{', ' if parts else ''}{', '.join(parts)}")
 
     with Stream(opened, output, settings, resume=True) as stream:
         summary = stream.run(find_incoming(images)[:count], tell)
