@@ -215,6 +215,14 @@ def test_the_steadier_answer_in_the_mirror_wins_if_it_is_plausible(trained, prep
     assert verdicts(SourceGuard(limits).triage(found)) == [verdict]
 
 
+@pytest.mark.parametrize("blind", [seeing(0, 0, 0, 0), seeing(1, 1, 1, 1)])
+def test_who_says_the_same_everywhere_is_not_steadier_for_that(blind):
+    images, prepared = torch.rand(1, 1, 4), seeing(1, 1, 0, 1)
+    found = look(1.0, images=images, source=blind(images), trained=blind, prepared=prepared)
+    anything = Limits(steadier=0.7, shares=((0.0, 1.0), (0.0, 1.0)))
+    assert verdicts(SourceGuard(anything).triage(found)) == [None]
+
+
 def test_strange_images_are_shown_to_the_mirror_too():
     images, trained, prepared = torch.rand(2, 1, 4), seeing(1, 0, 0, 1), seeing(1, 1, 0, 1)
     guard = SourceGuard(Limits(home=(1.0, 1.0), far=9.0, steadier=0.7), ONE_LAYER)

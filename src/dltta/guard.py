@@ -200,11 +200,16 @@ class SourceGuard:
                 rulings[i] = Ruling("skipped", reason, {"doubt": doubt[i]})
 
     def _sort_by_steadiness(self, rulings: list[Ruling | None], look: Look, part: float) -> None:
-        """The source network answers where it does so plausibly and is clearly steadier in mirrors."""
+        """The source network answers where it does so plausibly and is clearly steadier in mirrors.
+
+        Whoever says the same everywhere is no steadier for that: one that is blind at a new site is so in mirrors.
+        """
         ours = unsteadiness(look.prepared, look.images, look.prepared(look.images))
         theirs = unsteadiness(look.trained, look.images, look.source)
         for i in _unsettled(rulings):
-            if theirs[i] < part * ours[i] and self._plausible(look.source[i : i + 1]):
+            source = look.source[i : i + 1]
+            sees = len(source.argmax(1).unique()) > 1
+            if theirs[i] < part * ours[i] and sees and self._plausible(source):
                 reason = f"{ours[i]:.2g} of the answer changes in mirrors, of the source network's {theirs[i]:.2g}"
                 rulings[i] = Ruling("source", reason, {"unsteady": ours[i], "source_unsteady": theirs[i]})
 
