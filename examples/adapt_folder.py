@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from dltta.config import open_dataset
+from dltta.config import AdaptationSettings, open_dataset
 from dltta.data.incoming import find_incoming
 from dltta.data.transforms import Preprocessing
 from dltta.maintenance import export, list_versions, roll_back, verify
@@ -23,6 +23,7 @@ from dltta.stream import Stream, StreamSettings
 from dltta.training import SourceTraining, TrainingSettings
 
 CASES = 9  # the discrepancy needs eight before it
+DEFAULT = AdaptationSettings(ready="neighbors", statistics="shrunken", guard=True)  # that of `dltta adapt`
 
 
 def main(folder: Path) -> None:
@@ -31,11 +32,11 @@ def main(folder: Path) -> None:
     opened = open_model(str(folder / "model"))
 
     print("in the shadow: the trained network answers, the log tells what adaptation would change")
-    run(opened, folder / "incoming", folder / "shadow", StreamSettings(mode="shadow"), CASES)
+    run(opened, folder / "incoming", folder / "shadow", StreamSettings(mode="shadow", adaptation=DEFAULT), CASES)
 
     print("\nin earnest, stopped after three images and resumed")
     for count in (3, CASES):
-        run(opened, folder / "incoming", folder / "answers", StreamSettings(), count)
+        run(opened, folder / "incoming", folder / "answers", StreamSettings(adaptation=DEFAULT), count)
 
     print(f"\nwrong with the record: {verify(folder / 'answers') or 'nothing'}")
     print(f"versions: {[version.version for version in list_versions(folder / 'answers')]}")
@@ -48,7 +49,7 @@ def train(folder: Path) -> None:
     """A U-Net for images as our files hold them, 0 to 255."""
     site = open_dataset("phantom:oct:spectralis:8")
     architecture = Architecture("unet", 2, 1, len(site.classes), {"width": 4})
-    settings = TrainingSettings(epochs=2, batch_size=4, learning_rate=5e-3, loss="ce+dice")
+    settings = TrainingSettings(epochs=12, batch_size=4, learning_rate=5e-3, loss="ce+dice")
     trained = SourceTraining(
         [site], architecture, Preprocessing(), settings, folder.with_name("training"), torch.device("cpu")
     ).run()
