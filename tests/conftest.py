@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import torch
 
@@ -8,3 +10,9 @@ torch.set_num_threads(1)  # before any fixture: workers do not fight for cores, 
 def repeatable():
     """No test depends on another's random numbers."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def no_power_cut(monkeypatch):
+    """Nobody cuts the power during tests: do not wait for the disk."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)

@@ -1,31 +1,18 @@
 """The commands as a user types them."""
 
 import json
-import sys
 
 import pytest
 
-from dltta import cli
 from dltta.models.loading import load_checkpoint
+from streams import typed
 
 AWAY = ("--target", "phantom:oct:cirrus:4")
 
 
-def run(monkeypatch, capsys, *arguments):
-    """Exit code, standard output and standard error of one call."""
-    monkeypatch.setattr(sys, "argv", ["dltta", *map(str, arguments)])
-    code = 0
-    try:
-        cli.main()
-    except SystemExit as end:
-        code = end.code or 0
-    printed = capsys.readouterr()
-    return code, printed.out, printed.err
-
-
 @pytest.fixture
 def dltta(monkeypatch, capsys):
-    return lambda *arguments: run(monkeypatch, capsys, *arguments)
+    return lambda *arguments: typed(monkeypatch, capsys, *arguments)
 
 
 @pytest.fixture

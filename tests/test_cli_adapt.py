@@ -56,10 +56,7 @@ def classifier(): return Bright(2, 3, False)
 """
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """Nobody cuts the power during tests: do not wait for the disk."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
+pytestmark = pytest.mark.usefixtures("no_power_cut")
 
 
 @pytest.fixture

@@ -23,11 +23,7 @@ from streams import SEGMENTS, child, classifier, left, lines, pictures, run, seg
 DEAD = 77
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """Nobody cuts the power during tests: do not wait for the disk."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-
+pytestmark = pytest.mark.usefixtures("no_power_cut")
 
 OPERATIONS = ("fsync", "pwrite", "ftruncate", "replace")
 MORE = (*OPERATIONS, "unlink", "mkdir")

@@ -1,7 +1,6 @@
 """Looking after a stream: what is there, going back, finding alterations, taking the network out."""
 
 import json
-import os
 import shutil
 
 import pytest
@@ -18,11 +17,7 @@ from dltta.models.opening import open_model
 from networks import Segmenter, trained
 from streams import SEGMENTS, classifier, left, lines, pictures, run, segmenter
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """Nobody cuts the power during tests: do not wait for the disk."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
+pytestmark = pytest.mark.usefixtures("no_power_cut")
 
 
 @pytest.fixture

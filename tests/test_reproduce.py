@@ -37,7 +37,7 @@ from dltta.reproduce import (
 )
 from dltta.training import TrainingSettings
 from evaluation.small_results import results, stream
-from test_cli import run
+from streams import typed
 
 NAMES = list(REPRODUCTIONS)
 
@@ -435,30 +435,30 @@ def test_wrong_data_are_one_line_that_lists_what_is_missing(tmp_path):
 )
 def test_a_mistake_is_one_line_and_writes_nothing(monkeypatch, capsys, tmp_path, arguments, words):
     monkeypatch.chdir(tmp_path)
-    code, out, err = run(monkeypatch, capsys, "reproduce", *arguments)
+    code, out, err = typed(monkeypatch, capsys, "reproduce", *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert words in err
     assert not list(tmp_path.iterdir())
 
 
 def test_help_shows_an_example_and_every_name(monkeypatch, capsys):
-    code, out, _ = run(monkeypatch, capsys, "reproduce", "--help")
+    code, out, _ = typed(monkeypatch, capsys, "reproduce", "--help")
     assert code == 0
     assert "dltta reproduce oct --phantom" in out.split("For example")[1]
     assert all(name in out for name in NAMES)
 
 
 def test_the_command_says_what_it_wrote(work, small_base, monkeypatch, capsys):
-    code, out, _ = run(monkeypatch, capsys, "reproduce", "oct", "--phantom", "-o", work, "-j", "1")
+    code, out, _ = typed(monkeypatch, capsys, "reproduce", "oct", "--phantom", "-o", work, "-j", "1")
     assert code == 0
     assert out.splitlines() == [ON_PHANTOMS, *(str(work / "oct-phantom" / f"table.{e}") for e in ("md", "tex", "csv"))]
-    code, out, _ = run(monkeypatch, capsys, "reproduce", "oct", "--phantom", "-o", work, "-j", "1", "--json")
+    code, out, _ = typed(monkeypatch, capsys, "reproduce", "oct", "--phantom", "-o", work, "-j", "1", "--json")
     assert json.loads(out)["oct"][0].endswith("table.md")
 
 
 @pytest.mark.slow
 def test_the_retinal_table_on_phantoms(tmp_path, monkeypatch, capsys):
-    code, _, _ = run(monkeypatch, capsys, "reproduce", "oct", "--phantom", "-o", tmp_path)
+    code, _, _ = typed(monkeypatch, capsys, "reproduce", "oct", "--phantom", "-o", tmp_path)
     assert code == 0
     found = Results.load(tmp_path / "oct-phantom" / "paper" / "results.json")
     dice = {(s.method, s.rate): s.metrics["dice"] for s in found.streams if s.target == "cirrus"}

@@ -13,11 +13,7 @@ from dltta.state import StateFolder, pack, unpack
 from networks import Classifier, Segmenter, stream, trained
 from streams import child
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """Nobody cuts the power during tests: do not wait for the disk."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
+pytestmark = pytest.mark.usefixtures("no_power_cut")
 
 
 def tent(**changes):

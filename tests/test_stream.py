@@ -33,10 +33,7 @@ def picture(path, values):
     Pillow.fromarray(np.asarray(values, dtype=np.uint8)).save(path)
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """Nobody cuts the power during tests: do not wait for the disk."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
+pytestmark = pytest.mark.usefixtures("no_power_cut")
 
 
 @pytest.fixture
