@@ -10,6 +10,7 @@ docs/speed-adapt.md.
 """
 
 import argparse
+import itertools
 import json
 import os
 import resource
@@ -136,13 +137,14 @@ def memory(model: str, images: str, output: str) -> dict[str, Any]:
     every = max(len(cases) // 20, 1)
     seen: list[list[float]] = []
 
-    def look(line: Any) -> None:
-        look.count += 1  # type: ignore[attr-defined]
-        if look.count % every == 0:  # type: ignore[attr-defined]
-            pages = int(Path("/proc/self/statm").read_text().split()[1])
-            seen.append([look.count, pages * os.sysconf("SC_PAGE_SIZE") / 1e6])  # type: ignore[attr-defined]
+    numbers = itertools.count(1)
 
-    look.count = 0  # type: ignore[attr-defined]
+    def look(line: Any) -> None:
+        number = next(numbers)
+        if number % every == 0:
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            seen.append([number, pages * os.sysconf("SC_PAGE_SIZE") / 1e6])
+
     with Stream(open_model(model), Path(output), SETTINGS) as stream:
         stream.run(cases, look)
     half = seen[len(seen) // 2 :]

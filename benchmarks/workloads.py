@@ -23,11 +23,11 @@ class Workload:
     title: str
     architecture: Architecture
     shape: tuple[int, ...]  # (B, C, *spatial)
-    capacity: int
-    neighbors: int
-    alpha: float
-    layer: str
     repeats: int
+    capacity: int = 20  # these four: the paper's in segmentation
+    neighbors: int = 8
+    alpha: float = 1e-3
+    layer: str = "down_4"
     ttt_batch: int | None = None  # smaller batch for TTT, whose four rotations would not fit in memory
 
     @property
@@ -82,22 +82,18 @@ WORKLOADS = {
             "OCT, U-Net, 1 × 1 × 128 × 1024, 11 classes",
             Architecture("unet", 2, 1, 11),
             (1, 1, 128, 1024),
-            20,
-            8,
-            1e-3,
-            "down_4",
-            11,
+            repeats=11,
         ),
         Workload(
             "histology",
             "Histology, DenseNet-121, 200 × 3 × 96 × 96, 2 classes",
             Architecture("densenet121", 2, 3, 2),
             (200, 3, 96, 96),
-            800,
-            12,
-            3e-4,
-            "features",
-            3,
+            repeats=3,
+            capacity=800,
+            neighbors=12,
+            alpha=3e-4,
+            layer="features",
             ttt_batch=50,
         ),
         Workload(
@@ -105,22 +101,14 @@ WORKLOADS = {
             "Prostate, 3-D U-Net, 1 × 1 × 80 × 80 × 80, 2 classes",
             Architecture("unet", 3, 1, 2),
             (1, 1, 80, 80, 80),
-            20,
-            8,
-            1e-3,
-            "down_4",
-            5,
+            repeats=5,
         ),
         Workload(
             "color",
             "Color image, U-Net, 1 × 3 × 512 × 512, 3 classes",
             Architecture("unet", 2, 3, 3),
             (1, 3, 512, 512),
-            20,
-            8,
-            1e-3,
-            "down_4",
-            7,
+            repeats=7,
         ),
     )
 }
