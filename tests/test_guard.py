@@ -26,8 +26,9 @@ def binary(*foreground):
     return torch.stack([1 - values, values])[None]
 
 
-def evidence(answer, unmoved=None, source=None, drift=0.0, rate=1e-3):
-    return Evidence(answer, answer if unmoved is None else unmoved, answer if source is None else source, drift, rate)
+def evidence(answer, unmoved=None, source=None, drift=0.0, rate=1e-3, adapted=None, still=None):
+    answers = answer, answer if unmoved is None else unmoved, answer if source is None else source
+    return Evidence(*answers, drift, rate, torch.rand(len(answer), 1, *answer.shape[2:]), adapted, still)
 
 
 def test_marginal_and_entropy_by_hand():
@@ -215,12 +216,67 @@ def test_the_steadier_answer_in_the_mirror_wins_if_it_is_plausible(trained, prep
     assert verdicts(SourceGuard(limits).triage(found)) == [verdict]
 
 
+@pytest.mark.parametrize(
+    ("prepared", "verdict"),
+    [
+        (seeing(1, 1, 1, 1, 0, 0, 0, 0), None),  # a share as source images have it
+        (seeing(1, 1, 1, 1, 1, 1, 1, 0), "source"),  # even farther from it than the source network's
+    ],
+)
+def test_the_steadier_answer_does_not_win_if_the_other_is_more_plausible(prepared, verdict):
+    limits = Limits(steadier=0.7, shares=((0.4, 0.6), (0.4, 0.6)), margin=2.0)
+    images, trained = torch.rand(1, 1, 8), seeing(1, 1, 1, 0, 0, 1, 1, 1)  # 0.7: within the margin, not the range
+    found = look(1.0, images=images, source=trained(images), trained=trained, prepared=prepared)
+    assert verdicts(SourceGuard(limits).triage(found)) == [verdict]
+
+
 @pytest.mark.parametrize("blind", [seeing(0, 0, 0, 0), seeing(1, 1, 1, 1)])
 def test_who_says_the_same_everywhere_is_not_steadier_for_that(blind):
     images, prepared = torch.rand(1, 1, 4), seeing(1, 1, 0, 1)
     found = look(1.0, images=images, source=blind(images), trained=blind, prepared=prepared)
     anything = Limits(steadier=0.7, shares=((0.0, 1.0), (0.0, 1.0)))
     assert verdicts(SourceGuard(anything).triage(found)) == [None]
+
+
+def classifying(answer, mirrored):
+    """A network of whole images that says something else of what begins with the darker half."""
+    return lambda images: torch.stack([answer if x[0, 0] > x[0, -1] else mirrored for x in images])
+
+
+def test_a_class_of_one_image_may_be_steadier_but_not_one_that_all_images_of_a_batch_get():
+    sure, unsure, other = torch.tensor([0.9, 0.1]), torch.tensor([0.6, 0.4]), torch.tensor([0.1, 0.9])
+    trained, prepared = classifying(sure, sure), classifying(sure, unsure)
+    limits, one = Limits(steadier=0.7), torch.tensor([[[1.0, 0.5, 0.0]]])
+    found = look(1.0, images=one, source=trained(one), trained=trained, prepared=prepared)
+    assert verdicts(SourceGuard(limits).triage(found)) == ["source"]
+    two = one.repeat(2, 1, 1)
+    found = look(1.0, 1.0, images=two, source=trained(two), trained=trained, prepared=prepared)
+    assert verdicts(SourceGuard(limits).triage(found)) == [None, None]
+    both = torch.stack([sure, other])
+    found = look(1.0, 1.0, images=two, source=both, trained=lambda images: both, prepared=prepared)
+    assert verdicts(SourceGuard(limits).triage(found)) == ["source", "source"]
+
+
+@pytest.mark.parametrize(
+    ("adapted", "still", "steadier", "objects"),
+    [
+        (seeing(1, 0, 0, 1), seeing(1, 1, 0, 1), 0.7, False),  # 0 against 2 of 4
+        (seeing(1, 0, 0, 1), seeing(1, 1, 0, 1), None, True),  # nobody measured it
+        (seeing(1, 1, 0, 1), seeing(1, 1, 0, 0), 0.7, False),  # 2 of 4 against 4 of 4
+        (seeing(1, 1, 0, 1), seeing(1, 1, 0, 0), 0.4, True),
+        (seeing(1, 1, 0, 1), seeing(1, 0, 0, 1), 0.7, True),
+        (seeing(1, 1, 1, 1), seeing(1, 1, 0, 1), 0.7, True),  # a collapse is steady
+    ],
+)
+def test_an_answer_may_change_more_if_it_becomes_clearly_steadier_in_the_mirror(adapted, still, steadier, objects):
+    images = torch.rand(1, 1, 4)
+    found = evidence(adapted(images), still(images), adapted=adapted, still=still)
+    assert (SourceGuard(Limits(steadier=steadier)).object(found) is not None) == objects
+
+
+def test_an_answer_that_changed_little_is_not_looked_at_again():
+    found = evidence(binary(0.1, 0.9), adapted=never, still=never)
+    assert SourceGuard(Limits(steadier=0.7)).object(found) is None
 
 
 def test_strange_images_are_shown_to_the_mirror_too():

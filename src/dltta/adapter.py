@@ -77,7 +77,7 @@ class Adapter(nn.Module):
     `steps` gradient steps are taken per batch. `mode="image-specific"` returns network and optimizer to the source
     before every batch; the memory goes on. `predict="before"` answers from the pass before the last update and saves
     the pass after it. `guard` may undo an update or answer with the network as it was given (`Step.ruling`), for the
-    price of one to eight more passes. `layout="auto"` makes the network faster where that was measured to help
+    price of one to twelve more passes. `layout="auto"` makes the network faster where that was measured to help
     (convolutions on a CPU: weights channels-last), which changes answers by rounding; `layout="given"` leaves it as it
     is.
 
@@ -284,12 +284,19 @@ class Adapter(nn.Module):
     @torch.no_grad()
     def _evidence(self, x: Tensor, seen: Seen, given: Tensor, updates: Sequence[Update]) -> Evidence:
         start = self._start()
+
+        def adapted(images: Tensor) -> Tensor:
+            return probabilities(self._with({}, images))
+
+        def still(images: Tensor) -> Tensor:
+            return probabilities(self._with(start, images))
+
         moved = _length(now - then for now, then in zip(self._adapted, start.values(), strict=True))
         drift = moved / max(_length(start.values()), 1e-12)
         answer = probabilities(seen.logits.detach())
-        unmoved = probabilities(self._with(start, x)) if drift > STILL else answer
+        unmoved = still(x) if drift > STILL else answer
         rate = max((update.rate for update in updates), default=None)
-        return Evidence(answer, unmoved, probabilities(given), drift, rate)
+        return Evidence(answer, unmoved, probabilities(given), drift, rate, x, adapted, still)
 
     def _start(self) -> dict[str, Tensor]:
         """The adapted parameters as source training left them, by name."""
