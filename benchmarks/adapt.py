@@ -1,11 +1,13 @@
 """How long does `dltta adapt` take beside the adaptation itself, and does its memory grow along a stream?
 
-    python benchmarks/adapt.py                              200 images of 512 x 512, then 1000 of 128 x 128
+    python benchmarks/adapt.py                              200 images of 512 x 512, then 5000 of 64 x 64
     python benchmarks/adapt.py --images 10 --stream 50      to see that it works
+    python benchmarks/adapt.py --only memory                keeps the rest of what was measured before
 
 Adaptation alone is `Adapter.step` on images that lie in memory, with the settings that `dltta adapt` has. The command
-is run as one types it: a new Python, files in, answers, log and state out. Both are processes of their own, one after
-the other, and both are timed by the clock and by the processor. Writes docs/results/speed_adapt.json and from it
+is run as one types it: a new Python, files in, answers, log and state out. A machine's own speed drifts within minutes,
+so half of the images are adapted to alone before the command and half after it, each time in a process of its own. All
+are timed by the clock and by the processor. Writes docs/results/speed_adapt.json and from it
 docs/speed-adapt.md.
 """
 
@@ -27,6 +29,7 @@ import torch
 from PIL import Image as Pillow
 from scipy.ndimage import gaussian_filter
 
+from dltta.allocator import keep_freed_memory
 from dltta.config import AdaptationSettings
 from dltta.data.incoming import find_incoming, read_incoming
 from dltta.data.transforms import Preprocessing
@@ -45,11 +48,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--size", type=int, default=512)
-    parser.add_argument("--stream", type=int, default=1000, help="images along which memory is watched")
-    parser.add_argument("--stream-size", type=int, default=128)
+    parser.add_argument("--stream", type=int, default=5000, help="images along which memory is watched")
+    parser.add_argument("--stream-size", type=int, default=64)
     parser.add_argument("--width", type=int, default=16, help="of the U-Net; 16 is the paper's")
+    parser.add_argument("--only", choices=("time", "memory"), help="measure this, keep the rest")
     parser.add_argument("--output", type=Path, default=DOCS, help="where the result and the page go")
-    parser.add_argument("--alone", nargs=2, metavar=("MODEL", "IMAGES"), help=argparse.SUPPRESS)
+    parser.add_argument("--alone", nargs=3, metavar=("MODEL", "IMAGES", "HALF"), help=argparse.SUPPRESS)
     parser.add_argument("--memory", nargs=3, metavar=("MODEL", "IMAGES", "OUT"), help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.alone:
@@ -57,36 +61,46 @@ def main() -> None:
     elif chosen.memory:
         print(json.dumps(memory(*chosen.memory)))
     else:
-        result = measure(chosen)
-        results = chosen.output / "results"
-        results.mkdir(parents=True, exist_ok=True)
-        (results / "speed_adapt.json").write_text(json.dumps(result, indent=1) + "\n")
+        results = chosen.output / "results" / "speed_adapt.json"
+        result = json.loads(results.read_text()) if chosen.only else {}
+        result |= measure(chosen)
+        results.parent.mkdir(parents=True, exist_ok=True)
+        results.write_text(json.dumps(result, indent=1) + "\n")
         (chosen.output / "speed-adapt.md").write_text(page(result))
         print(page(result))
 
 
 def measure(chosen: argparse.Namespace) -> dict[str, Any]:
+    measured: dict[str, Any] = {"width": chosen.width, "provenance": asdict(Provenance.collect(seeds=(0,), data={}))}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         model = make_model(folder / "model", chosen.width)
-        images = make_images(folder / "images", chosen.images, chosen.size)
-        many = make_images(folder / "many", chosen.stream, chosen.stream_size)
-        pure, _, _ = timed(sys.executable, __file__, "--alone", model, images)
-        adapt = (sys.executable, "-m", "dltta", "adapt", "-m", model, "-i", images, "-o", folder / "out")
-        _, wall, processor = timed(*adapt)
-        lines = [json.loads(line) for line in (folder / "out" / "stream.jsonl").read_bytes().splitlines()]
-        answered = [line["seconds"] for line in lines if "answer" in line]
-        if len(answered) != chosen.images:
-            raise SystemExit(f"{len(answered)} of {chosen.images} images were answered")
-        grown, _, _ = timed(sys.executable, __file__, "--memory", model, many, folder / "grown")
+        if chosen.only != "memory":
+            measured |= measure_time(folder, model, chosen)
+        if chosen.only != "time":
+            many = make_images(folder / "many", chosen.stream, chosen.stream_size)
+            grown, _, _ = timed(sys.executable, __file__, "--memory", model, many, folder / "grown")
+            measured["memory"] = {"images": chosen.stream, "size": chosen.stream_size, **grown}
+    return measured
+
+
+def measure_time(folder: Path, model: Path, chosen: argparse.Namespace) -> dict[str, Any]:
+    images = make_images(folder / "images", chosen.images, chosen.size)
+    alone = (sys.executable, __file__, "--alone", model, images)
+    before, _, _ = timed(*alone, "first")
+    adapt = (sys.executable, "-m", "dltta", "adapt", "-m", model, "-i", images, "-o", folder / "out")
+    _, wall, processor = timed(*adapt)
+    after, _, _ = timed(*alone, "second")
+    lines = [json.loads(line) for line in (folder / "out" / "stream.jsonl").read_bytes().splitlines()]
+    answered = [line["seconds"] for line in lines if "answer" in line]
+    if len(answered) != chosen.images:
+        raise SystemExit(f"{len(answered)} of {chosen.images} images were answered")
     return {
         "images": chosen.images,
         "size": chosen.size,
-        "width": chosen.width,
-        "alone": pure,
+        "alone": {name: before[name] + after[name] for name in before},
+        "halves": [before, after],
         "adapt": {"seconds": wall, "processor": processor, "cases": sum(answered)},
-        "memory": {"images": chosen.stream, "size": chosen.stream_size, **grown},
-        "provenance": asdict(Provenance.collect(seeds=(0,), data={})),
     }
 
 
@@ -120,11 +134,15 @@ def timed(*command: Any) -> tuple[Any, float, float]:
     return json.loads(done.stdout) if done.stdout.startswith("{") else done.stdout, wall, processor
 
 
-def alone(model: str, images: str) -> dict[str, float]:
-    """Adaptation and nothing else."""
+def alone(model: str, images: str, half: str) -> dict[str, float]:
+    """Adaptation and nothing else, to one half of the images."""
+    keep_freed_memory()  # as the command does
     opened = open_model(model)
     adapter = Stream(opened, Path("nowhere"), SETTINGS).adapter
-    ready = [opened.prepare(read_incoming(case)).image[None] for case in find_incoming(images)]
+    cases = find_incoming(images)
+    middle = len(cases) // 2
+    chosen = cases[:middle] if half == "first" else cases[middle:]
+    ready = [opened.prepare(read_incoming(case)).image[None] for case in chosen]
     started, processor = time.perf_counter(), time.process_time()
     for x in ready:
         adapter.step(x)
@@ -133,6 +151,8 @@ def alone(model: str, images: str) -> dict[str, float]:
 
 def memory(model: str, images: str, output: str) -> dict[str, Any]:
     """Resident megabytes along a stream, at twenty places."""
+    torch.set_num_threads(1)  # images as small as these gain nothing from more
+    keep_freed_memory()
     cases = find_incoming(images)
     every = max(len(cases) // 20, 1)
     seen: list[list[float]] = []
@@ -156,6 +176,7 @@ def page(result: dict[str, Any]) -> str:
     adapt, pure, grown = result["adapt"], result["alone"], result["memory"]
     count, size = result["images"], result["size"]
     ratio, busy = adapt["seconds"] / pure["seconds"], adapt["processor"] / pure["processor"]
+    first, second = (half["seconds"] / (count / 2) for half in result["halves"])
     machine = result["provenance"]["machine"]
     samples = [grown["megabytes"][i] for i in (0, len(grown["megabytes"]) // 2, -1)]
     memory = "\n".join(f"| {int(case)} | {megabytes:.0f} MB |" for case, megabytes in samples)
@@ -171,6 +192,7 @@ the relative rate and the guard, {machine["torch_threads"]} of {machine["cores"]
 | ratio | {ratio:.2f} | {busy:.2f} |
 | the same without starting Python and loading the network | {adapt["cases"] / pure["seconds"]:.2f} | |
 
+Alone: {first:.3f} seconds per image before the command, {second:.3f} after it; the machine drifts by that much.
 The next image is read while the network works; answer, state and log are on the disk before the next one begins. The
 target is a ratio of at most {TARGET}.
 

@@ -18,14 +18,17 @@ from dltta import Adapter
 PARTS = ("forward 1", "recall", "discrepancy", "loss and backward", "update", "forward 2", "push", "rest")
 
 
-def interleaved(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of every run in every round; one more round in front is not counted."""
+def interleaved(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of every run in every round; one more round in front is not counted.
+
+    Every other round goes backwards, so that nobody always comes after the same one.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(repeats + 1):
         gc.collect()
-        for name, run in runs.items():
+        for name in runs if number % 2 else reversed(runs):
             started = time.perf_counter()
-            run()
+            runs[name]()
             if number:
                 seconds[name].append(time.perf_counter() - started)
     return seconds
@@ -33,6 +36,11 @@ def interleaved(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[
 
 def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
     return {name: median(values) for name, values in seconds.items()}
+
+
+def ratio(seconds: Mapping[str, list[float]], name: str, to: str) -> float:
+    """The median of a run's ratio to another within each round: a machine that drifts slows both down."""
+    return median(one / other for one, other in zip(seconds[name], seconds[to], strict=True))
 
 
 def breakdown(adapter: Adapter, run: Callable[[], object], repeats: int) -> dict[str, float]:

@@ -18,8 +18,8 @@ from dltta.training.examples import Examples, augmentation
 from dltta.training.fit import Journal, Plan, Ranks, fit
 from dltta.training.source import TaskTraining
 from dltta.training.task import TaskLoss
-from measuring import PeakMemory, breakdown, interleaved, medians
-from steps import PLAIN, TENT_DYNAMIC, baseline, full_bank, make_adapter, rows, seen_once
+from measuring import PeakMemory, breakdown, interleaved, medians, ratio
+from steps import METHODS, PLAIN, TENT_DYNAMIC, baseline, empty_bank, fill, make_adapter, rows, seen_once
 from workloads import Workload
 
 STREAM = 20_000
@@ -30,7 +30,8 @@ def timing(workload: Workload, settings: argparse.Namespace) -> dict[str, Any]:
     """Seconds of every row and their ratio to the plain forward pass; the parts of a dynamic Tent step; the bank."""
     repeats = settings.repeats or workload.repeats
     made = {name: make(workload) for name, make in rows(workload).items()}
-    seconds = medians(interleaved({name: row.run for name, row in made.items()}, repeats))
+    rounds = interleaved({name: row.run for name, row in made.items()}, repeats)
+    seconds = medians(rounds)
     dynamic = made[TENT_DYNAMIC]
     assert dynamic.adapter is not None
     return {
@@ -42,10 +43,11 @@ def timing(workload: Workload, settings: argparse.Namespace) -> dict[str, Any]:
                 "name": name,
                 "batch": row.batch,
                 "seconds": seconds[name],
-                "ratio": seconds[name] / seconds[baseline(workload, name)],
+                "ratio": ratio(rounds, name, baseline(workload, name)),
             }
             for name, row in made.items()
         ],
+        "dynamic_to_fixed": {name: ratio(rounds, f"{name}, dynamic", f"{name}, fixed") for name in METHODS},
         "breakdown": breakdown(dynamic.adapter, dynamic.run, repeats),
         "bank": bank(workload),
     }
@@ -59,10 +61,11 @@ def bank(workload: Workload) -> dict[str, Any]:
     held, rates = {}, {}
     x = workload.images(min(10, workload.shape[0]))
     for dtype in (torch.float32, torch.float16):
-        filled = full_bank(workload, model, dtype)
+        adapter = Adapter(model, Tent(), Proportional(workload.alpha), memory=empty_bank(workload, dtype))
+        fill(adapter, workload, model)
+        assert adapter.memory is not None
         name = str(dtype).removeprefix("torch.")
-        held[name] = filled.nbytes
-        adapter = Adapter(model, Tent(), Proportional(workload.alpha), memory=filled)
+        held[name] = adapter.memory.nbytes
         rates[name] = [adapter.step(x).rate for _ in range(3)]
     return {"pairs": workload.capacity, "key": elements[0], "value": elements[1], "bytes": held, "rates": rates}
 

@@ -34,8 +34,9 @@ def _head(results: Mapping[str, Any]) -> str:
 {small}Made by `make bench-speed` on {machine["cpu"]}, {machine["torch_threads"]} threads, {packages}, dltta
 {machine["version"]}.
 Everything in one table was measured in one process, in rounds in which every row has its turn; seconds are medians over
-the rounds. Ratios hold on other machines, seconds do not. Memory is the peak of a process that does only this, beyond
-what it had before network and images existed. Allocator: {machine["allocator"]}, as the command line sets it.
+the rounds, ratios medians of the rounds' ratios. Ratios hold on other machines, seconds do not. Memory is the peak of a
+process that does only this, beyond what it had before network and images existed, with the system's own allocator;
+times are with this allocator: {machine["allocator"]}, as the command line sets it.
 
 A step of adaptation is a forward pass, a backward pass for the adapted parameters, and a forward pass. "As released" is
 the order of operations of the authors' program, with our loss: four forward passes, of which two record a graph that
@@ -57,7 +58,7 @@ def _goals(results: Mapping[str, Any]) -> str:
         cells = [
             f"{_rows(workload)[TENT_DYNAMIC]['ratio']:.2f}",
             f"{100 * dynamic_share(workload):.1f} %",
-            *(f"{dynamic_to_fixed(workload, method):.2f}" for method in ("TTT", "ATTA")),
+            *(f"{workload['dynamic_to_fixed'][method]:.2f}" for method in ("TTT", "ATTA")),
         ]
         lines.append(f"| {workload['title']} | {' | '.join(cells)} |")
     return "## In short\n\n" + "\n".join(lines) + "\n"
@@ -67,11 +68,6 @@ def dynamic_share(workload: Mapping[str, Any]) -> float:
     """What recall, discrepancy, rate and push take of a dynamic Tent step."""
     parts = workload["breakdown"]
     return sum(parts[name] for name in OURS) / sum(parts.values())
-
-
-def dynamic_to_fixed(workload: Mapping[str, Any], method: str) -> float:
-    found = _rows(workload)
-    return found[f"{method}, dynamic"]["seconds"] / found[f"{method}, fixed"]["seconds"]
 
 
 def _rows(workload: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -154,6 +150,7 @@ def _bank(workloads: Iterable[Mapping[str, Any]]) -> str:
     return f"""## The memory's size
 
 A pair is the features of one image and its prediction, 4 bytes a number: pairs × (features + classes × positions) × 4.
+A memory that already holds pairs when the adapter gets it is kept a second time, for `reset()`.
 
 {chr(10).join(lines)}
 """

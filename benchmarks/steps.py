@@ -17,6 +17,7 @@ from workloads import Workload
 
 PLAIN, PLAIN_FAST = "plain forward", "plain forward, channels-last"
 TENT_DYNAMIC = "Tent, dynamic"
+METHODS = ("Tent", "TTT", "ATTA")
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def rows(workload: Workload) -> dict[str, Make]:
         PLAIN_FAST: lambda w: _plain(w, PLAIN_FAST, fast=True),
         "PTBN": lambda w: _adapted(w, "PTBN", "none"),
     }
-    for method in ("Tent", "TTT", "ATTA"):
+    for method in METHODS:
         for rate in ("fixed", "dynamic"):
             makers[f"{method}, {rate}"] = lambda w, method=method, rate=rate: _adapted(w, method, rate)
     if workload.ttt_batch is not None:
@@ -86,19 +87,24 @@ def make_adapter(workload: Workload, method: str, rate: str, **options: object) 
     ]()
     if rate == "fixed":
         return Adapter(model, objective, Fixed(workload.alpha), **options)
-    bank = full_bank(workload, model)
-    return Adapter(model, objective, Proportional(workload.alpha), memory=bank, **options)
+    adapter = Adapter(model, objective, Proportional(workload.alpha), memory=empty_bank(workload), **options)
+    fill(adapter, workload, model)
+    return adapter
 
 
-def full_bank(workload: Workload, model: nn.Module, dtype: torch.dtype | None = None) -> MemoryBank:
+def empty_bank(workload: Workload, dtype: torch.dtype | None = None) -> MemoryBank:
+    return MemoryBank(workload.layer, capacity=workload.capacity, neighbors=workload.neighbors, dtype=dtype)
+
+
+def fill(adapter: Adapter, workload: Workload, model: nn.Module) -> None:
     """As if `capacity` images had gone by: copies of one prediction with some noise, each different."""
-    bank = MemoryBank(workload.layer, capacity=workload.capacity, neighbors=workload.neighbors, dtype=dtype)
+    bank = adapter.memory
+    assert bank is not None
     features, prediction = seen_once(workload, model)
     noise = torch.Generator().manual_seed(2)
     while len(bank) < bank.capacity:
         moved = features + 0.1 * features.std() * torch.randn(features.shape, generator=noise)
         bank.push(moved, prediction)
-    return bank
 
 
 def seen_once(workload: Workload, model: nn.Module) -> tuple[Tensor, Tensor]:

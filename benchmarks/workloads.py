@@ -82,7 +82,7 @@ WORKLOADS = {
             "OCT, U-Net, 1 × 1 × 128 × 1024, 11 classes",
             Architecture("unet", 2, 1, 11),
             (1, 1, 128, 1024),
-            repeats=11,
+            repeats=15,
         ),
         Workload(
             "histology",
@@ -101,14 +101,14 @@ WORKLOADS = {
             "Prostate, 3-D U-Net, 1 × 1 × 80 × 80 × 80, 2 classes",
             Architecture("unet", 3, 1, 2),
             (1, 1, 80, 80, 80),
-            repeats=5,
+            repeats=9,
         ),
         Workload(
             "color",
             "Color image, U-Net, 1 × 3 × 512 × 512, 3 classes",
             Architecture("unet", 2, 3, 3),
             (1, 3, 512, 512),
-            repeats=7,
+            repeats=15,
         ),
     )
 }

@@ -8,6 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import harm_page
+import measuring
 import speed_page
 
 
@@ -20,6 +21,7 @@ def workload():
         "shape": [1, 1, 8, 8],
         "repeats": 3,
         "rows": [{"name": n, "batch": 1, "seconds": s, "ratio": s, "peak_bytes": 5e6} for n, s in rows.items()],
+        "dynamic_to_fixed": {"Tent": 1.0, "TTT": 1.05, "ATTA": 1.1},
         "breakdown": parts,
         "options": {"default": {"given": 4.0, "auto": 2.0}, "keep": {"given": 3.2, "auto": 1.0}},
         "bank": {
@@ -34,7 +36,11 @@ def workload():
 
 def test_shares_and_ratios_by_hand():
     assert speed_page.dynamic_share(workload()) == pytest.approx(0.04)
-    assert speed_page.dynamic_to_fixed(workload(), "ATTA") == pytest.approx(1.1)
+
+
+def test_a_ratio_is_taken_within_each_round():
+    seconds = {"step": [2.0, 30.0, 9.0], "plain": [1.0, 10.0, 1.0]}  # the machine was slow in the second
+    assert measuring.ratio(seconds, "step", "plain") == 3.0
 
 
 def test_the_speed_page():
