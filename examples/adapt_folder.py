@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from dltta.config import AdaptationSettings, open_dataset
+from dltta.config import open_dataset
 from dltta.data.incoming import find_incoming
 from dltta.data.transforms import Preprocessing
 from dltta.maintenance import export, list_versions, roll_back, verify
@@ -23,7 +23,7 @@ from dltta.stream import Stream, StreamSettings
 from dltta.training import SourceTraining, TrainingSettings
 
 CASES = 9  # the discrepancy needs eight before it
-DEFAULT = AdaptationSettings(ready="neighbors", statistics="shrunken", guard=True)  # that of `dltta adapt`
+RATE = "recommended"  # relative, with shrunken statistics and guard: what `dltta adapt` does
 
 
 def main(folder: Path) -> None:
@@ -32,11 +32,11 @@ def main(folder: Path) -> None:
     opened = open_model(str(folder / "model"))
 
     print("in the shadow: the trained network answers, the log tells what adaptation would change")
-    run(opened, folder / "incoming", folder / "shadow", StreamSettings(mode="shadow", adaptation=DEFAULT), CASES)
+    run(opened, folder / "incoming", folder / "shadow", StreamSettings(mode="shadow", rate=RATE), CASES)
 
     print("\nin earnest, stopped after three images and resumed")
     for count in (3, CASES):
-        run(opened, folder / "incoming", folder / "answers", StreamSettings(adaptation=DEFAULT), count)
+        run(opened, folder / "incoming", folder / "answers", StreamSettings(rate=RATE), count)
 
     print(f"\nwrong with the record: {verify(folder / 'answers') or 'nothing'}")
     print(f"versions: {[version.version for version in list_versions(folder / 'answers')]}")
