@@ -12,6 +12,7 @@ from dltta.config import make_guard
 from dltta.errors import InputError, NonFiniteError, SettingError
 from dltta.guard import Evidence, Look, Ruling, beyond, changed, entropy, marginal, together, unsteadiness
 from dltta.models.calibration import Calibration
+from dltta.models.normalization import BATCH_STATISTICS
 from dltta.models.statistics import Running
 from dltta.objectives import PTBN, Tent
 from dltta.training.calibration import calibrate
@@ -217,15 +218,16 @@ def test_the_steadier_answer_in_the_mirror_wins_if_it_is_plausible(trained, prep
 
 
 @pytest.mark.parametrize(
-    ("prepared", "verdict"),
+    ("prepared", "margin", "verdict"),
     [
-        (seeing(1, 1, 1, 1, 0, 0, 0, 0), None),  # a share as source images have it
-        (seeing(1, 1, 1, 1, 1, 1, 1, 0), "source"),  # even farther from it than the source network's
+        (seeing(1, 1, 1, 1, 0, 0, 0, 0), 2.0, None),  # a share as source images have it
+        (seeing(1, 1, 1, 1, 1, 1, 1, 0), 2.0, "source"),  # even farther from it than the source network's
+        (seeing(1, 1, 1, 1, 1, 1, 1, 0), 1.5, None),  # but both are too far: odds of 7 : 3 where 9 : 4 may be
     ],
 )
-def test_the_steadier_answer_does_not_win_if_the_other_is_more_plausible(prepared, verdict):
-    limits = Limits(steadier=0.7, shares=((0.4, 0.6), (0.4, 0.6)), margin=2.0)
-    images, trained = torch.rand(1, 1, 8), seeing(1, 1, 1, 0, 0, 1, 1, 1)  # 0.7: within the margin, not the range
+def test_the_steadier_answer_does_not_win_if_the_other_is_more_plausible(prepared, margin, verdict):
+    limits = Limits(steadier=0.7, shares=((0.4, 0.6), (0.4, 0.6)), margin=margin)
+    images, trained = torch.rand(1, 1, 8), seeing(1, 1, 1, 0, 0, 1, 1, 1)  # a share of 0.7, beyond all source images
     found = look(1.0, images=images, source=trained(images), trained=trained, prepared=prepared)
     assert verdicts(SourceGuard(limits).triage(found)) == [verdict]
 
@@ -388,6 +390,26 @@ def test_statistics_that_go_on_do_not_notice_the_guard():
     guarded, plain = (Adapter(model, Tent(Running(0.5)), Fixed(0.5), guard=guard) for guard in (LOOSE, None))
     for x in IMAGES:
         assert torch.equal(guarded(x), plain(x))
+
+
+class Curious(SourceGuard):
+    """Looks again through both networks."""
+
+    def object(self, evidence):
+        assert torch.equal(evidence.adapted(evidence.images), evidence.answer)
+        assert torch.equal(evidence.still(evidence.images), evidence.unmoved)
+        assert not torch.equal(evidence.answer, evidence.unmoved)
+        assert evidence.adapted(evidence.images.flip(2)).grad_fn is None
+
+
+@pytest.mark.parametrize("statistics", [BATCH_STATISTICS, Running(0.5)])
+def test_the_networks_that_the_guard_may_ask_again_are_those_of_the_answers_and_notice_nothing(statistics):
+    model = trained(networks.Segmenter())
+    guarded, plain = (Adapter(model, Tent(statistics), Fixed(0.5), guard=guard) for guard in (Curious(), None))
+    for x in IMAGES:
+        step = guarded.step(x)
+        assert step.ruling.verdict == "accepted"
+        assert torch.equal(step.logits, plain(x))
 
 
 def test_an_update_that_is_objected_to_leaves_no_trace():
