@@ -184,10 +184,13 @@ def page(kept: dict) -> str:
     missing = [name for name in TITLES if name not in kept]
     parts = [(DOCS / "figures" / "real_head.md").read_text().strip(), overall(kept)]
     for name, entry in kept.items():
-        training = entry["config"]["training"]
+        config = entry["config"]
+        training = config["training"]
+        run = f"{training['epochs']} epochs of source training"
+        run += f"; {_count(config['seeds'], 'seed')}, {_count(config['orders'], 'order')}."
+        headline = " ".join(entry["headline"])
         parts.append(
-            f"## {TITLES[name]}\n\n`configs/real/{name}.toml`: {training['epochs']} epochs of source training, seed 0, "
-            f"one order.\n\n{entry['table'].strip()}\n\n" + " ".join(entry["headline"])
+            f"## {TITLES[name]}\n\n`configs/real/{name}.toml`: {run}\n\n{entry['table'].strip()}\n\n{headline}"
         )
     parts += [part for part in (why(), sweep()) if part]
     if missing:
@@ -195,6 +198,10 @@ def page(kept: dict) -> str:
             "## Not run yet\n\n" + "\n".join(f"- {TITLES[name]} (`configs/real/{name}.toml`)" for name in missing)
         )
     return "\n\n".join(parts) + "\n"
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 if __name__ == "__main__":
