@@ -4,6 +4,8 @@ import errno
 import hashlib
 import os
 import shutil
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from dltta.errors import DataError, InputError, NonFiniteError, SettingError, St
 from dltta.models.opened import Window
 from dltta.objectives import Source
 from dltta.predictions import probabilities
+from dltta.state import StateFolder
 from dltta.stream import Stream, StreamSettings
 from networks import Segmenter, trained
 from streams import child, classifier, left, lines, pictures, run, segmenter, told
@@ -668,11 +671,11 @@ def test_an_interrupted_run_of_the_same_object_goes_on(images, output):
     with Stream(segmenter(), output, streams.settings()) as stream:
         with pytest.raises(KeyboardInterrupt):
             stream.run(cases, interrupt)
-        real = stream.folder.save
-        stream.folder.save = lambda number, adapter: (_ for _ in ()).throw(KeyboardInterrupt())
+        real = stream.folder.put
+        stream.folder.put = lambda packed: (_ for _ in ()).throw(KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             stream.run(cases)
-        stream.folder.save = real
+        stream.folder.put = real
         stream.run(cases)
     run(segmenter(), cases, output.with_name("whole"))
     assert left(output) == left(output.with_name("whole"))
@@ -740,3 +743,97 @@ def test_inputs_that_do_not_fit_name_the_case(images, output):
 
     with pytest.raises(InputError, match="case_0: the network takes images of 3 channels, this one has 1"):
         run(segmenter(prepare=refuse), images, output)
+
+
+class TestWhileTheDiskWorks:
+    def test_the_network_is_at_the_next_image(self, images, output, monkeypatch):
+        """The state of one image reaches the disk only after the network was shown the next one."""
+        shown, waited = [threading.Event() for _ in range(7)], []
+        step, put = Adapter.step, StateFolder.put
+
+        def showing(adapter, x, **options):
+            shown[adapter.taken].set()
+            return step(adapter, x, **options)
+
+        def late(folder, packed):
+            if 0 < packed.number < 6:  # the last has nobody after it
+                waited.append(shown[packed.number].wait(20))
+            put(folder, packed)
+
+        monkeypatch.setattr(Adapter, "step", showing)
+        monkeypatch.setattr(StateFolder, "put", late)
+        assert run(segmenter(), images, output).answered == 6
+        assert waited == [True] * 5
+        monkeypatch.undo()
+        run(segmenter(), images, output.with_name("alone"))
+        assert left(output) == left(output.with_name("alone"))
+
+    @pytest.mark.parametrize("broken", [1, 3, 6])
+    def test_a_disk_that_is_full_ends_the_stream_where_the_log_ends(self, images, output, monkeypatch, broken):
+        opened = segmenter()
+        with Stream(opened, output, streams.settings()) as stream:
+            put = stream.folder.put
+
+            def full(packed):
+                if packed.number == broken:
+                    raise StateError("no space left")
+                put(packed)
+
+            stream.folder.put = full
+            with pytest.raises(StateError, match="no space left"):
+                stream.run(find_incoming(images))
+            assert len(lines(output)) == broken
+            stream.folder.put = put
+            assert stream.run(find_incoming(images)).answered == 7 - broken  # there is room again
+        run(opened, images, output.with_name("whole"))
+        assert left(output) == left(output.with_name("whole"))
+
+    def test_what_is_underway_counts_as_answered(self, images, output, monkeypatch):
+        """Twice the same content, and twice the same name, one right after the other."""
+        (images / "case_0b.png").write_bytes((images / "case_0.png").read_bytes())
+        cases = [
+            case
+            for name in ("case_0", "case_0b", "case_1", "case_1")
+            for case in find_incoming(images)
+            if case.name == name
+        ]
+        put = StateFolder.put
+        monkeypatch.setattr(StateFolder, "put", lambda folder, packed: (time.sleep(0.2), put(folder, packed)))
+        done = run(segmenter(), cases, output)
+        assert (done.answered, done.repeated, done.before) == (2, 1, 1)
+        assert [line.get("repeats") for line in lines(output)[1:]] == [None, "case_0", None]
+
+    def test_a_case_that_fails_finds_the_one_before_it_in_the_log(self, images, output, monkeypatch):
+        (images / "case_1.png").write_bytes(b"no image")
+        put = StateFolder.put
+        monkeypatch.setattr(StateFolder, "put", lambda folder, packed: (time.sleep(0.2), put(folder, packed)))
+        done = run(segmenter(), images, output, on_error="skip")
+        assert (done.answered, len(done.failed)) == (5, 1)
+        assert [(line["case"], line["state"]) for line in lines(output)[1:4]] == [
+            ("case_0", 1),
+            ("case_1", 1),
+            ("case_2", 2),
+        ]
+
+    def test_an_image_that_the_network_refuses_comes_after_the_one_before_it(self, images, output, monkeypatch):
+        put, step = StateFolder.put, Adapter.step
+
+        def refusing(adapter, x, **options):
+            if adapter.taken == 1 and options["case"] == "case_1":
+                raise NonFiniteError("no number")
+            return step(adapter, x, **options)
+
+        monkeypatch.setattr(Adapter, "step", refusing)
+        monkeypatch.setattr(StateFolder, "put", lambda folder, packed: (time.sleep(0.2), put(folder, packed)))
+        run(segmenter(), images, output, on_error="skip")
+        told = [(line["case"], line["state"], line.get("error")) for line in lines(output)[1:4]]
+        assert told == [("case_0", 1, None), ("case_1", 1, "NonFiniteError"), ("case_2", 2, None)]
+
+    def test_a_run_that_ends_in_the_middle_waits_for_the_disk(self, images, output, monkeypatch):
+        put = StateFolder.put
+        monkeypatch.setattr(StateFolder, "put", lambda folder, packed: (time.sleep(0.2), put(folder, packed)))
+        (images / "case_1.png").write_bytes(b"no image")
+        with Stream(segmenter(), output, streams.settings()) as stream:
+            with pytest.raises(DataError, match="case_1"):
+                stream.run(find_incoming(images))
+            assert [line["state"] for line in lines(output)] == [0, 1]

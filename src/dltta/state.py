@@ -52,8 +52,24 @@ class Version:
     pairs: tuple[Pairs, ...]  # oldest first
 
 
+@dataclass(frozen=True)
+class Packed:
+    """The bytes of a version that is not on the disk yet, and of the pairs that are new with it."""
+
+    number: int
+    content: bytes
+    new_pairs: bytes | None
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+
 class StateFolder:
-    """Versions of one stream; `save` after each batch, `load` to go on."""
+    """Versions of one stream; `save` after each batch, `load` to go on.
+
+    `pack` and `put` are the two halves of `save`: after `pack` the adapter may go on, while `put` waits for the disk.
+    """
 
     def __init__(self, folder: Path, *, keep: int = KEEP, room: int = ROOM) -> None:
         self.folder, self.keep, self.room = folder, max(keep, 2), room
@@ -92,15 +108,27 @@ class StateFolder:
 
     def save(self, number: int, adapter: Adapter) -> str:
         """Write version `number` and answer its hash; the oldest go when there are too many or too large."""
+        packed = self.pack(number, adapter)
+        self.put(packed)
+        return packed.sha256
+
+    def pack(self, number: int, adapter: Adapter) -> Packed:
+        """Version `number` as it will be on the disk; the version before it must be there."""
         extra = adapter.get_extra_state()
         memory = extra.pop("memory")
+        new_pairs = None
+        if memory is not None:
+            new_pairs = self._pack_pairs(number, memory)
+            extra["memory"] = {"layer": memory["layer"], "pushed": memory["pushed"]}
+        return Packed(number, pack({"moving": _moving(adapter), "extra": extra}, self._description()), new_pairs)
+
+    def put(self, packed: Packed) -> None:
+        """Onto the disk; on return a power cut does not harm it."""
         with on_disk(self.folder):
-            if memory is not None:
-                self._save_pairs(number, memory)
-                extra["memory"] = {"layer": memory["layer"], "pushed": memory["pushed"]}
-            digest = self._put(number, pack({"moving": _moving(adapter), "extra": extra}, self._description()))
+            if packed.new_pairs is not None:
+                write_atomically(self._memory(packed.number), packed.new_pairs)
+            self._put(packed.number, packed.content)
             self._forget()
-        return digest
 
     def load(self, number: int, sha256: str, adapter: Adapter) -> None:
         """Bring an adapter of the same network and settings to version `number`; later versions never were."""
@@ -168,26 +196,26 @@ class StateFolder:
             raise StateError(f"{path} was altered: it holds no settings")
         return found
 
-    def _put(self, number: int, content: bytes) -> str:
+    def _put(self, number: int, content: bytes) -> None:
         write_atomically(self._version(number), content)
         for folder in self._folders():
             sync_folder(folder)
         self._needs[number] = tuple(pairs.number for pairs in self._pairs)
-        return hashlib.sha256(content).hexdigest()
 
     def _description(self) -> dict[str, Any]:
         return {"pairs": [vars(pairs) for pairs in self._pairs]}
 
-    def _save_pairs(self, number: int, memory: Mapping[str, Any]) -> None:
+    def _pack_pairs(self, number: int, memory: Mapping[str, Any]) -> bytes | None:
+        """The pairs that version `number` pushed, None if there are none."""
         held = len(memory["values"])
         new = min(memory["pushed"] - self._pushed, held)
-        if new:
-            slots = [push % held for push in range(memory["pushed"] - new, memory["pushed"])]
-            content = pack({"keys": memory["keys"][slots], "values": [memory["values"][slot] for slot in slots]}, {})
-            write_atomically(self._memory(number), content)
-            pairs = Pairs(number, new, hashlib.sha256(content).hexdigest())
-            self._pairs = _latest((*self._pairs, pairs), held)
-            self._pushed = memory["pushed"]
+        if not new:
+            return None
+        slots = [push % held for push in range(memory["pushed"] - new, memory["pushed"])]
+        content = pack({"keys": memory["keys"][slots], "values": [memory["values"][slot] for slot in slots]}, {})
+        self._pairs = _latest((*self._pairs, Pairs(number, new, hashlib.sha256(content).hexdigest())), held)
+        self._pushed = memory["pushed"]
+        return content
 
     def _forget(self) -> None:
         """Remove versions beyond the room, oldest first, and pairs that none of the others needs."""

@@ -5,9 +5,9 @@ OUT/
   predictions.csv     classification instead: image, answer, probability of each class
   stream.jsonl        one line per case, hash-chained (`journal.py`)
   state/              what was learned, version by version (`state.py`)
-For each batch in this order: answers, state, log, table. The log's lines make it so; whatever a crash leaves without a
-line is done again from the same state, and comes out the same. A case that fails leaves no trace in the state: before
-the next one the latest version is loaded again.
+For each batch in this order: answers, state, log, table; while the disk works on that, the network works on the next
+batch. The log's lines make it so; whatever a crash leaves without a line is done again from the same state, and comes
+out the same. A case that fails leaves no trace in the state: before the next one the latest version is loaded again.
 """
 
 import errno
@@ -17,6 +17,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -37,7 +38,7 @@ from dltta.models.opened import OpenedModel
 from dltta.naming import Naming
 from dltta.objectives import Source
 from dltta.record import Record, Table, shortest
-from dltta.state import StateFolder
+from dltta.state import Packed, StateFolder
 from dltta.version import __version__
 
 LOG, TABLE, STATE = "stream.jsonl", "predictions.csv", "state"
@@ -120,6 +121,8 @@ class Stream:
         self.folder = StateFolder(output / STATE)
         self._resume = resume
         self._ahead = False  # whether the adapter may have seen more than its latest version on disk
+        self._keeping: Future[None] | None = None  # what is underway to the disk
+        self._underway: frozenset[str] = frozenset()  # names and digests of its cases
         self._open = ExitStack()
 
     def __enter__(self) -> "Stream":
@@ -128,6 +131,7 @@ class Stream:
         with ExitStack() as stack:
             stack.enter_context(self.folder.locked())
             self._begin()
+            self._disk = stack.enter_context(ThreadPoolExecutor(1, "disk"))
             self._open = stack.pop_all()
         return self
 
@@ -139,10 +143,15 @@ class Stream:
         self._summary, self._tick = Summary(), tick
         self._batch: list[Waiting] = []
         self._echoes: list[tuple[Incoming, str]] = []  # cases with the content of one in the batch
-        with closing(prefetch(cases, self._load, ahead=self.batch_size)) as arriving:
-            for case, found in arriving:
-                self._take(case, found)
-            self._finish_batch()
+        try:
+            with closing(prefetch(cases, self._load, ahead=self.batch_size)) as arriving:
+                for case, found in arriving:
+                    self._take(case, found)
+                self._finish_batch()
+            self._settle()
+        finally:
+            if self._keeping is not None:
+                wait([self._keeping])
         return self._summary
 
     # before the network
@@ -165,6 +174,8 @@ class Stream:
 
     def _take(self, case: Incoming, found: Loaded | Known | Broken | DlttaError) -> None:
         """Deal with a case at once, or let it wait for its batch."""
+        if not isinstance(found, Loaded) or self._underway & {found.digest, self.naming.name(case, found.digest)}:
+            self._settle()
         if isinstance(found, DlttaError):
             self._fail(case, None, found)
         elif isinstance(found, Broken):
@@ -198,6 +209,7 @@ class Stream:
 
     def _again(self, case: Incoming, found: str, known: str) -> None:
         """A name that has an answer."""
+        self._settle()
         if found != known:
             error = DataError("was answered before with other content; give the new image another name")
             self._fail(case, found, error)
@@ -229,7 +241,7 @@ class Stream:
         return blamed or dict.fromkeys(range(len(batch)), error)
 
     def _adapt(self, batch: Sequence[Waiting]) -> None:
-        """Adapt to a batch and answer it: all of this or nothing."""
+        """Adapt to a batch and answer it: all of this or nothing. The disk may still work on the batch before it."""
         self._catch_up()
         self._ahead = True
         started = time.perf_counter()
@@ -238,25 +250,48 @@ class Stream:
             answers = self.answering.classify(names, loaded)
         else:
             answers = [self.answering.segment(names[0], loaded[0])]
+        self._settle()
         written = [self._write(case, answered) for case, answered in zip(batch, answers, strict=True)]
-        version = self.record.version + 1
-        state = {"state": version, "state_sha256": self.folder.save(version, self.adapter)}
+        packed = self.folder.pack(self.record.version + 1, self.adapter)
+        state = {"state": packed.number, "state_sha256": packed.sha256}
         seconds = round((time.perf_counter() - started) / len(batch), 4)
         lines = [
             {**_line(case, answered), **files, **state, "seconds": seconds}
             for case, answered, files in zip(batch, answers, written, strict=True)
         ]
-        self._commit(lines)
+        self._underway = frozenset(text for case in batch for text in (case.name, case.loaded.digest))
+        self._keeping = self._disk.submit(self._keep, packed, lines)
         self._ahead = False
-        self._summary.answered += len(batch)
 
     def _catch_up(self) -> None:
         """The adapter as the log says it is."""
         if self._ahead:
+            self._settle()
             self.folder.load(self.record.version, self.record.sha256, self.adapter)
             self._ahead = False
 
     # after the network
+
+    def _keep(self, packed: Packed, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Onto the disk, in an order that bears a power cut at any moment: answers, state, log."""
+        with on_disk(self.output):
+            sync_folder(self.output)
+        self.folder.put(packed)
+        self._commit(lines)
+        self._summary.answered += len(lines)
+
+    def _settle(self) -> None:
+        """Wait until the batch before is on the disk."""
+        if self._keeping is None:
+            return
+        try:
+            self._keeping.result()
+        except BaseException:
+            self._ahead = True
+            raise
+        finally:
+            if self._keeping.done():
+                self._keeping, self._underway = None, frozenset()
 
     def _write(self, case: Waiting, answered: Answered) -> Entry:
         """The answer's files and what the log says of them; a classification is a row of the table."""
@@ -276,12 +311,11 @@ class Stream:
             if _disk(error):
                 raise StateError(f"{error}, then --resume") from error
             raise
-        with on_disk(self.output):
-            sync_folder(self.output)
         return _named(files)
 
     def _repeat(self, case: Incoming, found: str) -> None:
         """The same content under another name: the same answer, and nothing is learned from it twice."""
+        self._settle()
         name, first = self.naming.name(case, found), self.record.first(found)
         try:
             files = self._copied(case, name, first)
@@ -316,6 +350,7 @@ class Stream:
         sentence = self.naming.sentence(error, case, name)
         if self.settings.on_error == "stop":
             raise type(error)(sentence) from error
+        self._settle()
         self._summary.failed.append(sentence)
         line: Entry = {"case": name, "input": found, "error": type(error).__name__}
         line |= {"reason": self.naming.reason(error, case, name), "state": self.record.version}
