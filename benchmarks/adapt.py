@@ -5,10 +5,9 @@
     python benchmarks/adapt.py --only memory                keeps the rest of what was measured before
 
 The command is run as one types it: a new Python, files in, answers, log and state out; a clock in it counts the seconds
-that it spends in `Adapter.step`. A machine's own speed drifts within minutes, so this ratio within one process is what
-counts. Besides, an eighth of the images before the command and an eighth after it are adapted to by a process that has
-them in memory and does nothing else: the command should need no more of the processor than this. Writes
-docs/results/speed_adapt.json and from it docs/speed-adapt.md.
+that it spends in `Adapter.step`. Besides, an eighth of the images before the command and an eighth after it are adapted
+to by a process that has them in memory and does nothing else. Writes docs/results/speed_adapt.json and from it
+docs/speed-adapt.md.
 """
 
 import argparse
@@ -212,9 +211,9 @@ the relative rate and the guard, {machine["torch_threads"]} of {machine["cores"]
 |---|---|---|
 | `dltta adapt`, from start to end | {adapt["seconds"] / count:.3f} | {adapt["processor"] / count:.3f} |
 | of this in `Adapter.step` | {adapt["steps"] / count:.3f} | |
-| **ratio** | **{ratio:.2f}** | |
+| ratio to these steps | {ratio:.2f} | |
 | adaptation alone, {pure["images"]} images in memory | {seconds} | {processor} |
-| ratio to it | {slower:.2f} | {busy:.2f} |
+| **ratio to adaptation alone** | **{slower:.2f}** | **{busy:.2f}** |
 
 While the network works on an image, the next one is read and the state and the log of the one before it go to the disk.
 The target is a ratio of at most {TARGET} to adaptation alone. Steps take longer within the command than alone, with

@@ -412,6 +412,24 @@ def test_the_networks_that_the_guard_may_ask_again_are_those_of_the_answers_and_
         assert torch.equal(step.logits, plain(x))
 
 
+def test_the_unmoved_answer_that_the_mirrors_needed_is_not_computed_again():
+    passes = []
+
+    class Counting(SourceGuard):
+        def triage(self, look):
+            passes.append(look.prepared(look.images))
+            return super().triage(look)
+
+        def object(self, evidence):
+            assert evidence.unmoved is passes[-1]
+            assert evidence.drift > 0.001
+
+    guarded = adapter(Counting(), rate=0.5)
+    for x in IMAGES:
+        guarded.step(x)
+    assert len(passes) == len(IMAGES)
+
+
 def test_an_update_that_is_objected_to_leaves_no_trace():
     strict = SourceGuard(Limits(changed=1e-9))
     guarded = adapter(strict, rate=1.0, optimizer=lambda p: torch.optim.SGD(p, momentum=0.9))

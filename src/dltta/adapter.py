@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from dltta.discrepancy import batch_discrepancy
 from dltta.errors import DlttaError, InputError, NonFiniteError, NothingToAdaptError, SettingError, StateError
-from dltta.guard import Evidence, Guard, Look, Ruling, Verdict, together
+from dltta.guard import Evidence, Guard, Look, Network, Ruling, Verdict, together
 from dltta.memory import MemoryBank
 from dltta.models.calibration import LayerSamples
 from dltta.models.fast import speed_up
@@ -77,9 +77,9 @@ class Adapter(nn.Module):
     `steps` gradient steps are taken per batch. `mode="image-specific"` returns network and optimizer to the source
     before every batch; the memory goes on. `predict="before"` answers from the pass before the last update and saves
     the pass after it. `guard` may undo an update or answer with the network as it was given (`Step.ruling`), for the
-    price of one to twelve more passes. `layout="auto"` makes the network faster where that was measured to help
-    (convolutions on a CPU: weights channels-last), which changes answers by rounding; `layout="given"` leaves it as it
-    is.
+    price of one to eleven more passes on a picture, and of some more where it objects. `layout="auto"` makes the
+    network faster where that was measured to help (convolutions on a CPU: weights channels-last), which changes answers
+    by rounding; `layout="given"` leaves it as it is.
 
     A step that raises leaves everything as it was. `train()` and `eval()` do not reach the network: it always runs in
     evaluation mode, as the objective prepared it.
@@ -176,12 +176,15 @@ class Adapter(nn.Module):
         if not through:
             return _Done(logits, None, [], together(rulings, None))
         alone = len(through) == len(x)
-        seen, updates, ruling = self._climb_down(x if alone else x[through], given.logits[through], guard)
+        still = look.prepared if alone else self._network(self._start())
+        seen, updates, ruling = self._climb_down(x if alone else x[through], given.logits[through], still, guard)
         if seen is not None:
             logits[through] = seen.logits.detach()
         return _Done(logits, seen, updates, together(rulings, ruling))
 
-    def _climb_down(self, x: Tensor, given: Tensor, guard: Guard) -> tuple[Seen | None, list[Update], Ruling]:
+    def _climb_down(
+        self, x: Tensor, given: Tensor, still: Network, guard: Guard
+    ) -> tuple[Seen | None, list[Update], Ruling]:
         """Algorithm 1, then the guard's ladder: the first answer that it does not object to, None if there is none."""
         before = _Snapshot(self)
         updates: list[Update] = []
@@ -190,7 +193,7 @@ class Adapter(nn.Module):
         except NonFiniteError as error:
             reason, signals = str(error), None
         else:
-            evidence = self._evidence(x, seen, given, updates)
+            evidence = self._evidence(x, seen, given, still, updates)
             objection, signals = guard.object(evidence), guard.signals(evidence)
             if objection is None:
                 self._good = before if self.mode == "continual" else self._source
@@ -203,7 +206,7 @@ class Adapter(nn.Module):
                 seen = self._forward(x, learning=False)
             except NonFiniteError:
                 continue
-            if guard.object(self._evidence(x, seen, given, [])) is None:
+            if guard.object(self._evidence(x, seen, given, self._network(self._start()), [])) is None:
                 return seen, updates, Ruling(verdict, reason, signals)
         return None, updates, Ruling("source", reason, signals)
 
@@ -271,37 +274,30 @@ class Adapter(nn.Module):
         with samples.watching(trained):
             given = self._forward(x, learning=False, given=trained)
 
-        def answering(network: nn.Module) -> Callable[[Tensor], Tensor]:
+        def answering(network: nn.Module) -> Network:
             return lambda images: probabilities(self._forward(images, learning=False, given=network).logits)
 
-        source, start = probabilities(given.logits), self._start()
-
-        def prepared(images: Tensor) -> Tensor:
-            return probabilities(self._with(start, images))
-
+        source, prepared = probabilities(given.logits), _Once(self._network(self._start()), x)
         return given, Look(x, samples.stacked(), source, answering(trained), answering(alone), prepared)
 
     @torch.no_grad()
-    def _evidence(self, x: Tensor, seen: Seen, given: Tensor, updates: Sequence[Update]) -> Evidence:
+    def _evidence(self, x: Tensor, seen: Seen, given: Tensor, still: Network, updates: Sequence[Update]) -> Evidence:
         start = self._start()
-
-        def adapted(images: Tensor) -> Tensor:
-            return probabilities(self._with({}, images))
-
-        def still(images: Tensor) -> Tensor:
-            return probabilities(self._with(start, images))
-
         moved = _length(now - then for now, then in zip(self._adapted, start.values(), strict=True))
         drift = moved / max(_length(start.values()), 1e-12)
         answer = probabilities(seen.logits.detach())
         unmoved = still(x) if drift > STILL else answer
         rate = max((update.rate for update in updates), default=None)
-        return Evidence(answer, unmoved, probabilities(given), drift, rate, x, adapted, still)
+        return Evidence(answer, unmoved, probabilities(given), drift, rate, x, self._network({}), still)
 
     def _start(self) -> dict[str, Tensor]:
         """The adapted parameters as source training left them, by name."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         return {names[id(now)]: then for now, then in zip(self._adapted, self._source.parameters(), strict=True)}
+
+    def _network(self, parameters: dict[str, Tensor]) -> Network:
+        """The network with these parameters in the place of its own: images to probabilities."""
+        return lambda images: probabilities(self._with(parameters, images))
 
     @torch.no_grad()
     def _with(self, parameters: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -439,6 +435,21 @@ class _Done:
     seen: Seen | None  # what there is to remember
     updates: list[Update]
     ruling: Ruling | None = None
+
+
+class _Once:
+    """A network that answers these images only once, whoever asks; others every time."""
+
+    def __init__(self, network: Network, images: Tensor) -> None:
+        self._network, self._images = network, images
+        self._answer: Tensor | None = None
+
+    def __call__(self, images: Tensor) -> Tensor:
+        if images is not self._images:
+            return self._network(images)
+        if self._answer is None:
+            self._answer = self._network(images)
+        return self._answer
 
 
 class _Snapshot:

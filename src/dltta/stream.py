@@ -274,8 +274,9 @@ class Stream:
 
     def _keep(self, packed: Packed, lines: Sequence[Mapping[str, Any]]) -> None:
         """Onto the disk, in an order that bears a power cut at any moment: answers, state, log."""
-        with on_disk(self.output):
-            sync_folder(self.output)
+        if self.table is None:  # answers are files
+            with on_disk(self.output):
+                sync_folder(self.output)
         self.folder.put(packed)
         self._commit(lines)
         self._summary.answered += len(lines)
