@@ -1,10 +1,11 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import tensor
 
-from dltta.predictions import all_finite, entropy, probabilities
+from dltta.predictions import all_finite, entropy, most_likely, probabilities
 
 
 def test_two_logits_by_hand():
@@ -17,6 +18,17 @@ def test_one_channel_is_a_sigmoid_of_background_and_foreground():
     logits = tensor([[[math.log(3), 0.0]]])  # (1, 1, 2 positions)
     assert probabilities(logits)[0].T.tolist() == [pytest.approx([0.25, 0.75]), pytest.approx([0.5, 0.5])]
     assert entropy(logits)[0].tolist() == pytest.approx([0.25 * math.log(4) + 0.75 * math.log(4 / 3), math.log(2)])
+
+
+def test_the_most_likely_class_is_the_first_of_the_highest():
+    scores = np.random.default_rng(0).integers(0, 3, (2, 4, 5, 6)).astype(np.float32)  # many are equal
+    expected = np.array(
+        [[[image[:, i, j].tolist().index(max(image[:, i, j])) for j in range(6)] for i in range(5)] for image in scores]
+    )
+    for layout in (torch.contiguous_format, torch.channels_last):
+        given = torch.from_numpy(scores).contiguous(memory_format=layout)
+        assert most_likely(given).tolist() == expected.tolist()
+        assert most_likely(given[1], dim=0).tolist() == expected[1].tolist()
 
 
 def test_saturated_logits_have_zero_entropy_and_a_finite_gradient():

@@ -19,6 +19,7 @@ from torch import Tensor
 from dltta.discrepancy import batch_discrepancy
 from dltta.errors import SettingError
 from dltta.models.calibration import Calibration, Strangeness
+from dltta.predictions import most_likely
 
 Network = Callable[[Tensor], Tensor]  # images to probabilities (B, C, *positions)
 Verdict = Literal["accepted", "at home", "skipped", "rolled back", "source"]
@@ -291,14 +292,14 @@ def changed(answer: Tensor, other: Tensor) -> float:
     """
     if answer.ndim == 2:
         return 0.5 * (answer - other).abs().sum(1).mean().item()
-    first, second = answer.argmax(1), other.argmax(1)
+    first, second = most_likely(answer), most_likely(other)
     marked = ((first > 0) | (second > 0)).sum().item()
     return (first != second).sum().item() / max(marked, 1)
 
 
 def _one_class(answer: Tensor) -> bool:
     """Whether it says the same of many positions or images."""
-    return answer[:, 0].numel() > 1 and len(answer.argmax(1).unique()) == 1
+    return answer[:, 0].numel() > 1 and len(most_likely(answer).unique()) == 1
 
 
 def marginal(prediction: Tensor) -> Tensor:

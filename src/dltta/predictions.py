@@ -20,6 +20,11 @@ def probabilities(logits: Tensor) -> Tensor:
     return logits.softmax(dim=1)
 
 
+def most_likely(scores: Tensor, dim: int = 1) -> Tensor:
+    """The class of the highest score at each position, the first of several that are equal."""
+    return scores.max(dim).indices  # argmax of an axis that is not the last one takes 25 times as long on a CPU
+
+
 def entropy(logits: Tensor) -> Tensor:
     """Shannon entropy in nats of each sample at each position, (B, *positions)."""
     logits = _at_least_float32(logits)

@@ -162,7 +162,7 @@ def test_a_failed_write_keeps_the_old_mask_and_leaves_nothing_half_written(tmp_p
     write_mask(tmp_path / "m.png", RAMP, Geometry("png", (3, 4)))
     before = (tmp_path / "m.png").read_bytes()
 
-    def full(self, file, format):
+    def full(self, file, **options):
         file.write(b"half")
         raise OSError(28, "No space left on device")
 

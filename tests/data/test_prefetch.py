@@ -2,8 +2,10 @@ import gc
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from dltta.data.incoming import watch_incoming
 from dltta.data.prefetch import prefetch
@@ -20,6 +22,25 @@ def test_cases_come_in_order_with_what_was_read():
     assert list(prefetch("abc", str.upper)) == [("a", "A"), ("b", "B"), ("c", "C")]
     assert list(prefetch([], str.upper)) == []
     assert not threads()
+
+
+def test_tensors_are_computed_on_one_core_there_and_on_all_elsewhere():
+    def cores(case="here"):
+        return None if case == "a" else torch.get_num_threads()
+
+    before = cores()
+    torch.set_num_threads(3)
+    try:
+        results = prefetch("ab", cores)
+        assert next(results) == ("a", None)
+        assert cores() == 3
+        with ThreadPoolExecutor(1) as later:
+            assert later.submit(cores).result() == 3
+        assert next(results) == ("b", 1)
+        assert cores() == 3
+        results.close()
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_next_case_is_read_while_the_caller_works():

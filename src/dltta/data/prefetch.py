@@ -6,6 +6,8 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
+import torch
+
 from dltta.errors import DlttaError, SettingError
 
 T = TypeVar("T")
@@ -18,6 +20,8 @@ def prefetch(cases: Iterable[T], read: Callable[[T], R], *, ahead: int = 1) -> R
 
     An error of ours comes out as the value of its case, and the next case follows; any other is raised here, in its
     place. Closing the iterator closes `cases` (if it can be), waits for a read that has begun and ends the thread.
+    Tensors are computed on one core there: a second team of OpenMP threads would make the caller's sleep whenever it
+    waits, and every layer of the network would have to wake it (docs/speed-adapt.md).
     """
     if ahead < 1:
         raise SettingError(f"ahead must be at least 1, got {ahead}")
@@ -30,12 +34,15 @@ class _Reader(Generic[T, R]):
     def __init__(self, cases: Iterable[T], read: Callable[[T], R], ahead: int) -> None:
         self.cases, self.read = cases, read
         self.room = threading.Semaphore(ahead)
-        self.closed = threading.Event()
+        self.begun, self.closed = threading.Event(), threading.Event()
         self.done: SimpleQueue[tuple[T, R | DlttaError] | BaseException | None] = SimpleQueue()
 
     def results(self) -> Results[T, R]:
         thread = threading.Thread(target=self.work, name="prefetch", daemon=True)
+        threads = torch.get_num_threads()
         thread.start()
+        self.begun.wait()
+        torch.set_num_threads(threads)  # of this thread as before, and of any that is to come
         try:
             # No name here holds a result while the caller works with it.
             yield from iter(self.take, None)
@@ -51,6 +58,9 @@ class _Reader(Generic[T, R]):
         return found
 
     def work(self) -> None:
+        torch.set_num_threads(1)  # of this thread
+        torch.get_num_threads()  # a thread that has never asked takes the others' number when it computes
+        self.begun.set()
         try:
             for case in self.listed():
                 try:

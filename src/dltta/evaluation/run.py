@@ -16,7 +16,7 @@ from torch import Tensor
 from dltta.data.case import Case, Dataset, Task
 from dltta.errors import DataError, SettingError
 from dltta.evaluation.metrics import Unit, mean_defined, score_classification, score_segmentation
-from dltta.predictions import probabilities
+from dltta.predictions import most_likely, probabilities
 
 
 class Answer(Protocol):
@@ -131,7 +131,7 @@ def answers(logits: Tensor, dataset: Dataset) -> Tensor:
         )
     if dataset.task == "classification":
         return probabilities(logits.double())
-    return (logits[:, 0] > 0).long() if logits.shape[1] == 1 else logits.argmax(dim=1)
+    return (logits[:, 0] > 0).long() if logits.shape[1] == 1 else most_likely(logits)
 
 
 def stream_metrics(rows: Sequence[CaseRecord], task: Task) -> dict[str, float]:

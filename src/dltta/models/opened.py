@@ -15,6 +15,7 @@ from dltta.data.images import Image
 from dltta.errors import InputError, SettingError
 from dltta.models.calibration import Calibration
 from dltta.models.loading import Checkpoint, Reconstructions, Rotation
+from dltta.predictions import most_likely
 
 Kind = Literal["checkpoint", "bundle", "factory"]
 Activation = Literal["softmax", "sigmoid"]
@@ -95,7 +96,7 @@ class OpenedModel:
         require_classes(probability, self.classes)
         if self.activation == "sigmoid":
             return (probability[1] >= self.threshold).long()
-        return probability.argmax(dim=0)
+        return most_likely(probability, dim=0)
 
 
 def fingerprint(description: Mapping[str, Any], *modules: nn.Module) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dltta.data.case import Task
 from dltta.evaluation.metrics import dice_per_class, mean_defined
+from dltta.predictions import most_likely
 from dltta.training.examples import Pair
 
 
@@ -37,9 +38,10 @@ def validation_score(
     for image, label in pairs:
         x = image[None].to(device)
         if patch is None:
-            answer = model(x)[0].argmax(0).cpu()
+            answer = most_likely(model(x)[0], dim=0).cpu()
         else:
-            answer = sliding_window_inference(x, patch, 1, model, overlap=0.25)[0].argmax(0).cpu()
+            whole = sliding_window_inference(x, patch, 1, model, overlap=0.25)[0]
+            answer = most_likely(whole, dim=0).cpu()
         if task == "classification":
             scores.append(float(answer == label))
         else:
