@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -105,7 +106,8 @@ def test_limits_come_from_source_images():
     limits = Limits.calibrated(MEASURED)
     assert limits.shares == ((0.5, 0.9), (0.1, 0.5))
     assert limits.home == (1.5, 1.0)  # half of what 95 % stay below
-    assert limits.steadier == 0.7
+    assert (limits.steadier, limits.overrule) == (0.7, 0.7)
+    assert Limits.calibrated(MEASURED, overrule=1.0) == replace(limits, overrule=1.0)
     assert limits.far == 51.0  # halfway from 1 to the negatives
     assert limits.doubt == pytest.approx(0.7)  # halfway to shuffled pixels
     noisy = MEASURED["strangeness"] | {"noise": 201.0}
@@ -121,7 +123,7 @@ def test_what_happens_at_home_is_never_too_far():
 
 def test_what_nobody_measured_has_no_limit():
     limits = Limits.calibrated({"shares": [[0, 1]], "strangeness": None})
-    assert (limits.home, limits.far, limits.doubt, limits.steadier) == (None, None, None, None)
+    assert (limits.home, limits.far, limits.doubt, limits.steadier, limits.overrule) == (None,) * 5
 
 
 def test_impossible_limits_are_refused():
@@ -260,25 +262,26 @@ def test_a_class_of_one_image_may_be_steadier_but_not_one_that_all_images_of_a_b
 
 
 @pytest.mark.parametrize(
-    ("adapted", "still", "steadier", "objects"),
+    ("adapted", "still", "overrule", "objects"),
     [
         (seeing(1, 0, 0, 1), seeing(1, 1, 0, 1), 0.7, False),  # 0 against 2 of 4
         (seeing(1, 0, 0, 1), seeing(1, 1, 0, 1), None, True),  # nobody measured it
         (seeing(1, 1, 0, 1), seeing(1, 1, 0, 0), 0.7, False),  # 2 of 4 against 4 of 4
         (seeing(1, 1, 0, 1), seeing(1, 1, 0, 0), 0.4, True),
+        (seeing(1, 1, 0, 1), seeing(1, 0, 1, 1), 1.0, True),  # other, and no steadier
         (seeing(1, 1, 0, 1), seeing(1, 0, 0, 1), 0.7, True),
         (seeing(1, 1, 1, 1), seeing(1, 1, 0, 1), 0.7, True),  # a collapse is steady
     ],
 )
-def test_an_answer_may_change_more_if_it_becomes_clearly_steadier_in_the_mirror(adapted, still, steadier, objects):
+def test_an_answer_may_change_more_if_it_becomes_clearly_steadier_in_the_mirror(adapted, still, overrule, objects):
     images = torch.rand(1, 1, 4)
     found = evidence(adapted(images), still(images), adapted=adapted, still=still)
-    assert (SourceGuard(Limits(steadier=steadier)).object(found) is not None) == objects
+    assert (SourceGuard(Limits(overrule=overrule)).object(found) is not None) == objects
 
 
 def test_an_answer_that_changed_little_is_not_looked_at_again():
     found = evidence(binary(0.1, 0.9), adapted=never, still=never)
-    assert SourceGuard(Limits(steadier=0.7)).object(found) is None
+    assert SourceGuard(Limits(overrule=0.7)).object(found) is None
 
 
 def test_strange_images_are_shown_to_the_mirror_too():
@@ -503,7 +506,10 @@ def test_a_batch_that_ends_at_the_source_is_answered_by_it_whole():
 def test_images_of_the_source_are_left_to_the_source_network():
     model = trained(networks.Segmenter())
     home = [x[0] for x in stream((1, 1, 8, 8), 24, seed=3)]
-    guard = make_guard(calibrate(model, home))
+    calibration = calibrate(model, home)
+    assert make_guard(calibration, "atta").limits.overrule == 1.0
+    guard = make_guard(calibration, "tent")
+    assert guard.limits.overrule == 0.7
     step = Adapter(model, Tent(), Fixed(0.1), guard=guard).step(home[12][None])
     assert step.ruling.verdict == "at home"
     with torch.no_grad():

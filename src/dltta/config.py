@@ -104,6 +104,9 @@ class AdaptationSettings:
         )
 
 
+# of the guard: any gain in steadiness counts where the loss is not made of the answer itself (docs/guard.md)
+LIMITS: dict[str, dict[str, float]] = {"atta": {"overrule": 1.0}}
+
 PAPER: dict[Task, AdaptationSettings] = {
     "segmentation": AdaptationSettings(alpha=1e-3, batch_size=1, batches_kept=20, neighbors=8),
     "classification": AdaptationSettings(alpha=3e-4, batch_size=200, batches_kept=4, neighbors=12),
@@ -136,10 +139,11 @@ def make_statistics(name: str, calibration: Calibration | None, batch_size: int 
     return plain[name]
 
 
-def make_guard(calibration: Calibration | None) -> Guard:
+def make_guard(calibration: Calibration | None, method: str) -> Guard:
     """With limits from source images where there are any."""
-    limits = Limits.calibrated(calibration.answers) if calibration is not None else None
-    return SourceGuard(limits, calibration)
+    if calibration is None:
+        return SourceGuard()
+    return SourceGuard(Limits.calibrated(calibration.answers, **LIMITS.get(method, {})), calibration)
 
 
 def make_objective(
@@ -220,7 +224,7 @@ def make_adapter(checkpoint: Checkpoint | OpenedModel, method: str, rate: str, s
     adapting = method not in ("source", *UDA)
     statistics = settings.statistics if adapting else "batch"
     objective = make_objective(method, checkpoint, make_statistics(statistics, calibration, settings.batch_size or 1))
-    guard = make_guard(calibration) if settings.guard and adapting else None
+    guard = make_guard(calibration, method) if settings.guard and adapting else None
     if method in WITHOUT_RATE:
         layout: Layout = "given" if method == "source" else "auto"  # the network exactly as it was trained
         return Adapter(checkpoint.model, objective, guard=guard, layout=layout)

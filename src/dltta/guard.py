@@ -105,8 +105,7 @@ class Limits:
     - `far`: from this strangeness on, over all layers, nothing is learned from an image
     - `doubt`: nor above this entropy of its answer, in nats
     - `steadier`: the source network answers if mirrors change less than this part of what they change of the other
-      answer; 0.7 was best on source images with other contrast, brightness, noise and sharpness (docs/guard.md); by the
-      same measure an answer may change more than `changed` and `swayed` allow
+      answer; 0.7 was best on source images with other contrast, brightness, noise and sharpness (docs/guard.md)
 
     Answers:
     - `rate`: no published setting comes near 1
@@ -114,6 +113,8 @@ class Limits:
     - `changed`: the moved parameters may mark so much of what is marked otherwise than the source's; more than a
       fiftieth, and points are at stake
     - `swayed`: the same for the class of whole images, as probability that changes hands
+    - `overrule`: more than that is allowed if mirrors change less than this part of what they change of the answer with
+      the source's parameters
     - `shares`: per class, the least and the greatest share of an image
     - `margin`: how much wider than measured the shares may be, as a factor of the odds
     - `collapse`: the entropy of the mean answer may fall to this part of the source network's
@@ -127,6 +128,7 @@ class Limits:
     drift: float = 0.5
     changed: float = 0.02
     swayed: float = 0.1
+    overrule: float | None = None
     shares: tuple[tuple[float, float], ...] | None = None
     margin: float = 4.0
     collapse: float = 0.5
@@ -139,8 +141,8 @@ class Limits:
             raise SettingError(f"margin is at least 1 and collapse from 0 to 1, got {self.margin} and {self.collapse}")
 
     @classmethod
-    def calibrated(cls, answers: Mapping[str, Any]) -> "Limits":
-        """From what the network did on source images (`Calibration.answers`).
+    def calibrated(cls, answers: Mapping[str, Any], overrule: float = STEADIER) -> "Limits":
+        """From what the network did on source images (`Calibration.answers`); `overrule` depends on the objective.
 
         At home is up to half as strange as 95 % of source images. Nothing is learned from an image that is more than
         halfway from the source's images to their negatives and to noise, or whose answer is more than halfway in doubt
@@ -156,7 +158,7 @@ class Limits:
         if doubt is not None:
             unsure = max((doubt["median"] + doubt["shuffled"]) / 2, doubt["usual"])
             steadier = STEADIER
-        return cls(home, far, unsure, steadier, shares=shares)
+        return cls(home, far, unsure, steadier, shares=shares, overrule=overrule if doubt is not None else None)
 
 
 class SourceGuard:
@@ -243,11 +245,11 @@ class SourceGuard:
         return None
 
     def _steadier(self, evidence: Evidence) -> bool:
-        """Whether mirrors change clearly less of the answer than of that with the source's parameters."""
-        if self.limits.steadier is None or _one_class(evidence.answer):
+        """Whether mirrors change so much less of the answer than of that with the source's parameters."""
+        if self.limits.overrule is None or _one_class(evidence.answer):
             return False
         now = fmean(unsteadiness(evidence.adapted, evidence.images, evidence.answer))
-        return now < self.limits.steadier * fmean(unsteadiness(evidence.still, evidence.images, evidence.unmoved))
+        return now < self.limits.overrule * fmean(unsteadiness(evidence.still, evidence.images, evidence.unmoved))
 
     def signals(self, evidence: Evidence, /) -> dict[str, float]:
         answer, source = marginal(evidence.answer), marginal(evidence.source)
