@@ -216,8 +216,8 @@ the relative rate and the guard, {machine["torch_threads"]} of {machine["cores"]
 | **ratio to adaptation alone** | **{slower:.2f}** | **{busy:.2f}** |
 
 While the network works on an image, the next one is read and the state and the log of the one before it go to the disk.
-The target is a ratio of at most {TARGET} to adaptation alone. The reading thread computes on one core only: a second team
-of OpenMP threads makes the network's threads sleep at every barrier of every layer, and steps take longer.
+The target is a ratio of at most {TARGET} to adaptation alone. The reading thread computes on one core only: a second
+team of OpenMP threads makes the network's threads sleep at every barrier of every layer, and steps take longer.
 
 Resident memory along a stream of {grown["images"]} images of {grown["size"]} × {grown["size"]}:
 
