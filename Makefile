@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help setup test test-slow lint format demo bench-speed bench-adapt bench-harm clean
+.PHONY: help setup test test-fast test-slow lint format demo bench-speed bench-adapt bench-harm clean
 help:
 	@echo "make demo       train at a synthetic hospital A, adapt to hospital B; see runs/demo/oct/report.html"
 	@echo "make test       build .venv and run the tests"
-	@echo "make test-slow  the long tests"
+	@echo "make test-fast  the same without those of several seconds: for all day"
+	@echo "make test-slow  those of minutes"
 	@echo "make lint       ruff and mypy --strict"
 	@echo "make format     let ruff rewrite the code"
 	@echo "make bench-speed, bench-adapt, bench-harm   measure speed and the guard; rewrite their pages in docs"
@@ -21,6 +22,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 test: setup
 	$(BIN)/python -m pytest -n 2
+
+test-fast: setup
+	$(BIN)/python -m pytest -n 2 -m "not slow and not long"
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow

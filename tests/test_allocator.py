@@ -35,6 +35,7 @@ def faults(call, **environment):
     return kept == "True", int(count)
 
 
+@pytest.mark.long
 @glibc
 def test_a_block_that_was_freed_is_not_asked_for_again():
     assert faults("None") == (False, pytest.approx(3 * 16_384, rel=0.2))
@@ -43,6 +44,7 @@ def test_a_block_that_was_freed_is_not_asked_for_again():
     assert count < 1000
 
 
+@pytest.mark.long
 @glibc
 def test_settings_of_the_environment_are_left_alone():
     kept, count = faults("keep_freed_memory()", MALLOC_ARENA_MAX="2")

@@ -55,6 +55,7 @@ def test_a_model_is_not_overwritten_by_accident(dltta, small, tmp_path):
     assert dltta("train", small, "-o", tmp_path / "model", "--resume")[0] == 0
 
 
+@pytest.mark.long
 def test_train_learns_with_a_target_and_resumes(dltta, small, tmp_path):
     arguments = ["train", small, "--uda", "udas", "--target", "phantom:oct:cirrus:3:1", "-o", tmp_path / "model"]
     arguments += ["--uda-setting", "epochs=1", "--uda-setting", "width=2", "--uda-setting", "levels=single"]

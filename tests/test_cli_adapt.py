@@ -582,6 +582,7 @@ def test_help_fits_a_terminal_and_shows_examples(dltta, monkeypatch):
 
 
 class TestWatching:
+    @pytest.mark.long
     def test_cases_are_answered_as_they_come_and_those_answered_are_not_waited_for(self, dltta, code, folders):
         """Resumed, the watch ends after its idle time: nothing that was answered counts as news."""
         images, output = folders

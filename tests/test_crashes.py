@@ -96,6 +96,7 @@ STREAMS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", STREAMS)
 @pytest.mark.parametrize(("fewer", "among"), [(1, OPERATIONS), pytest.param(0, MORE, marks=pytest.mark.slow)])
 def test_a_stream_that_dies_before_any_operation_goes_on(images, tmp_path, kind, fewer, among):
@@ -217,6 +218,7 @@ def kill_until_done(begin, output, expected, *, seed, longest, wanted):
     return kills
 
 
+@pytest.mark.long
 def test_kill_9_at_random_moments(model, images, tmp_path):
     arguments = command(model, images, tmp_path / "whole")
     assert child(lambda: in_this_process(arguments)) == 1  # one was skipped

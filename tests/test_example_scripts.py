@@ -4,6 +4,8 @@ import importlib.util
 import json
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -14,6 +16,7 @@ def load(path):
     return module
 
 
+@pytest.mark.long
 def test_adapting_to_a_folder(tmp_path, capsys):
     load(ROOT / "examples" / "adapt_folder.py").main(tmp_path)
     out = capsys.readouterr().out

@@ -66,6 +66,7 @@ def test_a_second_run_runs_nothing_and_changes_no_byte(finished, monkeypatch):
     assert before == {name: (folder / name).read_bytes() for name in before}
 
 
+@pytest.mark.long
 def test_an_interrupted_experiment_continues_with_what_is_missing(finished, tmp_path, monkeypatch):
     folder, _ = finished
     real, ran = dltta.experiment.run_job, []
@@ -85,6 +86,7 @@ def test_an_interrupted_experiment_continues_with_what_is_missing(finished, tmp_
     assert (tmp_path / "results.json").read_bytes() == (folder / "results.json").read_bytes()
 
 
+@pytest.mark.long
 def test_other_settings_run_the_streams_that_they_decide(finished, monkeypatch):
     folder, _ = finished
     ran = []
@@ -99,6 +101,7 @@ def test_other_settings_run_the_streams_that_they_decide(finished, monkeypatch):
     assert ran == ["tent dynamic"]
 
 
+@pytest.mark.long
 def test_another_calibration_runs_the_streams_that_measure_with_it(finished, tmp_path, monkeypatch):
     folder, _ = finished
     work = tmp_path / "work"
@@ -128,6 +131,7 @@ def test_experiments_that_share_their_work_train_and_run_nothing_twice(finished,
     assert (tmp_path / "other" / "results.json").is_file()
 
 
+@pytest.mark.long
 def test_orders_differ_and_are_shared_by_methods(tmp_path):
     results = run_experiment(small(tmp_path, orders=2, methods=("source", "ptbn")))
     at_target = [s for s in results.streams if s.target == "cirrus"]
@@ -160,6 +164,7 @@ def test_sites_below_a_root_are_named_without_it(tmp_path):
         experiment.open("site_b")
 
 
+@pytest.mark.long
 def test_matched_runs_at_the_mean_rate_of_the_dynamic_stream(finished, tmp_path):
     folder, _ = finished
     rates = ("matched", "dynamic", "fixed:1e-2", "recommended")
@@ -182,6 +187,7 @@ def test_a_rate_that_is_none_is_refused(tmp_path, rate):
 TINY = {"cyclegan": {"epochs": 1, "width": 2, "blocks": 1, "discriminator_width": 2}, "udas": {"epochs": 1, "width": 2}}
 
 
+@pytest.mark.long
 def test_methods_that_learn_with_the_target_have_a_model_for_each_seed_and_target(tmp_path, monkeypatch):
     options = {
         "targets": ("phantom:oct:cirrus:3:1", "phantom:oct:spectralis:2:2"), "methods": ("source", "udas"), "seeds": 2,
@@ -210,6 +216,7 @@ def test_methods_that_learn_with_the_target_have_a_model_for_each_seed_and_targe
     assert run_experiment(small(tmp_path, **options)) == results
 
 
+@pytest.mark.long
 def test_a_translated_network_runs_in_a_stream(tmp_path, monkeypatch):
     monkeypatch.setattr(dltta.experiment, "write_report", lambda *_, **__: None)
     results = run_experiment(small(tmp_path, methods=("source", "cyclegan"), in_domain="none", uda=TINY))

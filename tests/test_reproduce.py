@@ -273,6 +273,7 @@ def plain_report(monkeypatch):
     monkeypatch.setattr(dltta.experiment, "write_report", lambda path, *_, notes, **__: path.write_text("".join(notes)))
 
 
+@pytest.mark.long
 def test_a_table_is_made_from_results(work, small_base):
     files = reproduce("oct", Setup(work))
     assert [file.name for file in files] == ["table.md", "table.tex", "table.csv"]
@@ -315,6 +316,7 @@ def test_the_loss_figure_plots_the_loss_of_the_stream_and_its_sd(work, small_bas
     assert f"| Tent | {np.mean(curves['Tent']['means']):.4f} |" in files["table.md"].read_text()
 
 
+@pytest.mark.long
 def test_the_segmentation_figure_shows_the_rate_that_was_chosen(work, small_base, monkeypatch):
     monkeypatch.setattr(dltta.reproduce, "RATES", (1e-3, 4e-3))
     files = {file.name: file for file in reproduce("figure-segmentation", Setup(work))}
@@ -328,6 +330,7 @@ def test_the_segmentation_figure_shows_the_rate_that_was_chosen(work, small_base
     assert {lines[2].split("|")[3].strip(), lines[2].split("|")[5].strip()} <= adapted
 
 
+@pytest.mark.long
 def test_the_retrieval_figure_is_drawn_from_the_table(work, monkeypatch, plain_report):
     def more(bed, setup):
         base = tiny(bed, setup)
@@ -368,6 +371,7 @@ def write_oct(folder):
     return folder
 
 
+@pytest.mark.long
 def test_published_data_are_read_from_disk(tmp_path, monkeypatch, plain_report):
     assert {"hc10", "hc11"} <= set(SPECTRALIS_SPLIT["train"])
     real = dltta.reproduce.base_experiment

@@ -618,6 +618,7 @@ class TestDisk:
             monkeypatch.setattr(os, name, wrap(getattr(os, name)))
         return count
 
+    @pytest.mark.long
     @pytest.mark.parametrize("make", [segmenter, classifier])
     def test_a_full_disk_at_any_moment_stops_in_one_line_and_loses_nothing(self, images, tmp_path, monkeypatch, make):
         cases = find_incoming(images)[:3]

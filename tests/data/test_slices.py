@@ -64,6 +64,7 @@ def test_a_site_is_opened_slice_by_slice_by_name(tmp_path):
         open_dataset("slices:nowhere")
 
 
+@pytest.mark.long
 def test_an_experiment_takes_volumes_slice_by_slice_below_its_root(tmp_path):
     site(tmp_path / "a", 2.0)
     site(tmp_path / "b", 1.0)

@@ -94,6 +94,7 @@ def test_weights_of_another_network_are_refused(tmp_path):
         load_torchvision_weights(Architecture("densenet_small", 2, 3, 2).build(), tmp_path / "weights.pth")
 
 
+@pytest.mark.long
 def test_full_densenet_adapts_a_small_batch_with_the_levels_that_atta_uses():
     model = Architecture("densenet121", 2, 3, 2).build(seed=0).eval()
     DENSENET_LEVELS.check(model)

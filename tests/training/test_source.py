@@ -51,6 +51,7 @@ def same(one, other):
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
+@pytest.mark.long
 def test_a_segmenter_learns(tmp_path):
     checkpoint = training(tmp_path, epochs=15, batch_size=2, learning_rate=5e-3, loss="ce+dice").run()
     assert checkpoint.record["score"] > 0.85
@@ -58,6 +59,7 @@ def test_a_segmenter_learns(tmp_path):
     assert history[-1]["task"] < 0.5 * history[0]["task"]
 
 
+@pytest.mark.long
 def test_a_classifier_learns(tmp_path):
     site = Blobs("classification", count=24)
     checkpoint = training(tmp_path, site=site, epochs=10, batch_size=6, learning_rate=3e-3, loss="ce").run()
@@ -85,6 +87,7 @@ class Stop(Exception):
     pass
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", [("task", 2, 1), ("task", 1, 3), ("atta", 1, 2), ("atta", 2, 1)])
 def test_a_killed_training_resumes_to_the_same_weights(tmp_path, moment):
     training(tmp_path / "whole", with_=("ttt", "atta")).run()
@@ -150,6 +153,7 @@ def test_every_method_adapts_what_training_left(tmp_path, site):
         assert len(Adapter(checkpoint.model, objective, rate).step(x).logits) == 2
 
 
+@pytest.mark.long
 def test_rotation_head_and_autoencoders_really_learn(tmp_path):
     checkpoint = training(
         tmp_path,

@@ -138,6 +138,7 @@ def test_a_pool_keeps_images_and_no_graph_and_comes_back_from_its_state():
     assert shown(Pool(0), range(5), torch.Generator()) == [*range(5)]
 
 
+@pytest.mark.long
 def test_translated_images_learn_the_others_appearance_and_their_way_back(tmp_path):
     class Dark(Blobs):
         def __getitem__(self, index):
