@@ -22,7 +22,9 @@ def changed(path: Path, edit: Any) -> Path:
 
 
 def test_round_trip(tmp_path):
-    row = CaseRecord("p", "B", {"accuracy": 1.0}, 0.2, label=1, prediction=1, probabilities=(0.25, 0.75))
+    row = CaseRecord(
+        "p", "B", {"accuracy": 1.0}, 0.2, guard="skipped", label=1, prediction=1, probabilities=(0.25, 0.75)
+    )
     record = StreamRecord("B", "classification", {"accuracy": 1.0}, (row,))
     classified = Stream.of(record, source="A", method="tent", rate="dynamic", seed=3, order=2)
     written = results(*one_target().streams, classified)

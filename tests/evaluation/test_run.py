@@ -9,6 +9,7 @@ from dltta.data.case import Case
 from dltta.errors import DataError, SettingError
 from dltta.evaluation import Keep, gather_examples, run_stream
 from dltta.evaluation.run import StreamRecord
+from dltta.guard import Ruling
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Answer:
     loss: float | None = 0.5
     discrepancy: float | None = None
     rate: float | None = 1e-3
+    ruling: Ruling | None = None
 
 
 class Echo:
@@ -106,6 +108,20 @@ def test_number_that_is_not_finite_is_not_recorded():
 
     row = run_stream(Diverged(), Site([picture("a", [1.0], [1])]), [0]).cases[0]
     assert (row.loss, row.rate) == (None, None)
+
+
+def test_what_the_guard_decided_is_recorded_for_each_case():
+    class Guarded(Echo):
+        def step(self, x: Tensor, *, case: str) -> Answer:
+            return Answer(x, ruling=Ruling("accepted", apart={1: Ruling("skipped", "too strange")}))
+
+    site = Site([picture(name, [1.0], [1]) for name in "abc"])
+    assert [row.guard for row in run_stream(Guarded(), site, range(3), batch_size=3).cases] == [
+        "accepted",
+        "skipped",
+        "accepted",
+    ]
+    assert run_stream(Echo(), site, range(3)).cases[0].guard is None
 
 
 def test_unlabeled_case_gets_a_row_without_metrics():

@@ -133,6 +133,17 @@ def test_distances_left_out_are_told():
     assert table.notes[-1] == "Surface distances left out because a structure was missed or invented: Tent 16."
 
 
+def test_what_the_guard_decided_is_told_from_harmless_to_grave():
+    base = one_target().streams[2]
+    verdicts = ["source", "accepted", "accepted", "skipped"] * (len(base.cases) // 4)
+    guarded = replace(
+        base, cases=tuple(replace(case, guard=word) for case, word in zip(base.cases, verdicts, strict=True))
+    )
+    told = "What the guard decided: Tent: 50% accepted, 25% skipped, 25% source."
+    assert told in by_target(results(one_target().streams[1], guarded)).notes
+    assert "guard" not in " ".join(by_target(one_target()).notes)
+
+
 def classified(method: str, rate: str, verdicts: list[int], seed: int = 0) -> Stream:
     rows = tuple(
         CaseRecord(f"p{i}", "B", {"accuracy": float(v)}, 0.1, label=1, prediction=v, probabilities=(1.0 - v, float(v)))

@@ -238,6 +238,7 @@ def _case_from_json(record: Any, where: str) -> CaseRecord:
         label=_maybe(record, "label", int, where),
         prediction=_maybe(record, "prediction", int, where),
         probabilities=_probabilities(record, where),
+        guard=_maybe(record, "guard", str, where),
     )
 
 

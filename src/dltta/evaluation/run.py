@@ -16,11 +16,12 @@ from torch import Tensor
 from dltta.data.case import Case, Dataset, Task
 from dltta.errors import DataError, SettingError
 from dltta.evaluation.metrics import Unit, mean_defined, score_classification, score_segmentation
+from dltta.guard import Ruling
 from dltta.predictions import most_likely, probabilities
 
 
 class Answer(Protocol):
-    """What one step of a stream gives back; None where the method has no loss, memory or update."""
+    """What one step of a stream gives back; None where the method has no loss, memory, update or guard."""
 
     @property
     def logits(self) -> Tensor: ...
@@ -33,6 +34,9 @@ class Answer(Protocol):
 
     @property
     def rate(self) -> float | None: ...
+
+    @property
+    def ruling(self) -> Ruling | None: ...
 
 
 class Steps(Protocol):
@@ -57,6 +61,7 @@ class CaseRecord:
     label: int | None = None  # these three in classification only
     prediction: int | None = None
     probabilities: tuple[float, ...] | None = None
+    guard: str | None = None  # its verdict
 
     @property
     def key(self) -> tuple[str, str]:
@@ -106,8 +111,8 @@ def run_stream(
         started = time.perf_counter()
         step = adapter.step(_stack(cases), case=_batch_name(cases))
         seconds = (time.perf_counter() - started) / len(cases)
-        for case, answer in zip(cases, answers(step.logits, dataset), strict=True):
-            row = _row(case, answer, dataset, step, seconds)
+        for position, (case, answer) in enumerate(zip(cases, answers(step.logits, dataset), strict=True)):
+            row = _row(case, answer, dataset, step, position, seconds)
             rows.append(row)
             if collect is not None:
                 collect(case, answer, row)
@@ -165,11 +170,11 @@ def _batch_name(cases: Sequence[Case]) -> str:
     return cases[0].name if not more else f"{cases[0].name} and {more} more"
 
 
-def _row(case: Case, answer: Tensor, dataset: Dataset, step: Answer, seconds: float) -> CaseRecord:
+def _row(case: Case, answer: Tensor, dataset: Dataset, step: Answer, position: int, seconds: float) -> CaseRecord:
     """The record of one case; an unlabeled one has no metrics."""
-    row = CaseRecord(
-        case.name, case.site, {}, seconds, _finite(step.loss), _finite(step.discrepancy), _finite(step.rate)
-    )
+    numbers = (_finite(step.loss), _finite(step.discrepancy), _finite(step.rate))
+    verdict = None if step.ruling is None else step.ruling.of(position).verdict
+    row = CaseRecord(case.name, case.site, {}, seconds, *numbers, guard=verdict)
     try:
         if dataset.task == "classification":
             return _classified(row, answer, case)

@@ -4,7 +4,8 @@ Values are shown in points (x 100), distances in their unit. The same results gi
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,6 +19,7 @@ from dltta.evaluation.metrics import (
     mean_defined,
 )
 from dltta.evaluation.results import SOURCE, Results, case_means, summarize
+from dltta.guard import GRAVITY
 
 SIGNIFICANT = 0.05
 PLAIN_RATES = ("none", "fixed")  # a method with one of these goes by its name alone
@@ -287,6 +289,7 @@ def _notes(results: Results, rows: Sequence[Row], columns: Sequence[Column]) -> 
         notes.append(_significance_note(results, cells))
     if any(column.metric in DISTANCES for column in columns):
         notes.extend(_undefined_notes(results, columns))
+    notes.extend(_guard_notes(results, columns))
     if (seeing := target_note(row.method for row in rows)) is not None:
         notes.append(seeing)
     return tuple(notes)
@@ -341,6 +344,23 @@ def _undefined_notes(results: Results, columns: Sequence[Column]) -> list[str]:
             counts[label] = counts.get(label, 0) + stream.undefined
     listed = ", ".join(f"{label} {count}" for label, count in counts.items())
     return [f"Surface distances left out because a structure was missed or invented: {listed}."] if listed else []
+
+
+def _guard_notes(results: Results, columns: Sequence[Column]) -> list[str]:
+    """How often the guard let a method have its way."""
+    shown = {column.pair for column in columns}
+    counts: dict[str, Counter[str]] = {}
+    for stream in results.streams:
+        if (stream.source, stream.target) in shown:
+            found = Counter(case.guard for case in stream.cases if case.guard is not None)
+            counts.setdefault(method_label(stream.method, stream.rate), Counter()).update(found)
+    listed = "; ".join(f"{label}: {_shares(count)}" for label, count in counts.items() if count)
+    return [f"What the guard decided: {listed}."] if listed else []
+
+
+def _shares(counts: Mapping[str, int]) -> str:
+    """From harmless to grave, as shares of all."""
+    return ", ".join(f"{counts[name] / sum(counts.values()):.0%} {name}" for name in GRAVITY if counts.get(name))
 
 
 def _pair_title(results: Results, pair: Pair) -> str:
