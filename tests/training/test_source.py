@@ -117,6 +117,17 @@ def test_resuming_a_finished_training_gives_it_back_without_training(tmp_path):
         training(tmp_path, epochs=3, resume=True).run()
 
 
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [({"stage": "task"}, "another version"), ([1], "another version"), (None, "cannot be read")],
+)
+def test_a_state_of_another_kind_is_said_in_one_line(tmp_path, state, reason):
+    path = tmp_path / "resume.pt"
+    path.write_bytes(b"no state") if state is None else torch.save(state, path)
+    with pytest.raises(StateError, match=f"resume.pt .*{reason}.*; remove it"):
+        training(tmp_path, resume=True).run()
+
+
 def test_a_training_killed_before_its_first_epoch_was_noted_is_not_taken_for_finished(tmp_path):
     training(tmp_path / "whole").run()
 

@@ -106,7 +106,12 @@ class Journal:
         self.path.unlink(missing_ok=True)
 
     def _read(self) -> dict[str, Any]:
-        saved: dict[str, Any] = torch.load(self.path, map_location="cpu", weights_only=True)
+        try:
+            saved: dict[str, Any] = torch.load(self.path, map_location="cpu", weights_only=True)
+        except Exception as error:  # whatever bytes can make of a pickle
+            raise StateError(f"{self.path} cannot be read; remove it to start again") from error
+        if not isinstance(saved, dict) or set(saved) != {"fingerprint", "stage", "epoch", "history", "learner"}:
+            raise StateError(f"{self.path} was written by another version; remove it to start again")
         old, new = saved["fingerprint"], self.fingerprint
         changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
         if changed:
