@@ -5,6 +5,7 @@ docs/images/sweep.png. docs/figures/real.py puts the table on its page.
 """
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def main(folder: Path) -> None:
 
 
 def draw(found: dict) -> Figure:
-    columns = min(3, len(found))
+    columns = math.ceil(math.sqrt(len(found)))
     rows = -(-len(found) // columns)
     figure = Figure(figsize=(3.2 * columns, 2.4 * rows + 0.5), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
