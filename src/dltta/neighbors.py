@@ -1,5 +1,6 @@
 """4 memory. Which keys are nearest? Exactly, at little more than the cost of a matrix product."""
 
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -22,7 +23,7 @@ def nearest(queries: Tensor, keys: Tensor, squares: Tensor, count: int, distance
     if distance == "cosine":
         return _smallest(-_products(queries, keys) / _length_products(queries, squares), count)
     if len(queries) < FEW or torch.get_float32_matmul_precision() != "highest":
-        return torch.stack([_nearest_to_one(query, keys, count) for query in queries])
+        return torch.stack([_nearest_to_one(query, keys.split(PIECE[0]), count) for query in queries])
     return _nearest_by_product(queries, keys, squares, count)
 
 
@@ -45,13 +46,14 @@ def _nearest_by_product(queries: Tensor, keys: Tensor, squares: Tensor, count: i
     rows = possible.to(torch.uint8).topk(count, dim=1).indices.sort(dim=1).values
     for sample in (possible.sum(dim=1) > count).nonzero().flatten().tolist():
         left = possible[sample].nonzero().flatten()
-        rows[sample] = left[_nearest_to_one(queries[sample], keys[left], count)]
+        parts = (keys[part] for part in left.split(PIECE[0]))  # never a copy of all of them
+        rows[sample] = left[_nearest_to_one(queries[sample], parts, count)]
     return rows
 
 
-def _nearest_to_one(query: Tensor, keys: Tensor, count: int) -> Tensor:
-    """By the sum of squared differences, which loses no digits."""
-    return _smallest(torch.cat([_squared_distances(query, part) for part in keys.split(PIECE[0])])[None], count)[0]
+def _nearest_to_one(query: Tensor, parts: Iterable[Tensor], count: int) -> Tensor:
+    """Among keys that come in parts, by the sum of squared differences, which loses no digits."""
+    return _smallest(torch.cat([_squared_distances(query, keys) for keys in parts])[None], count)[0]
 
 
 def _squared_distances(query: Tensor, keys: Tensor) -> Tensor:
