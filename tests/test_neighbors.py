@@ -75,9 +75,10 @@ def test_near_ties_that_a_matrix_product_cannot_see(seed, size):
 def test_only_what_the_product_leaves_open_is_measured(monkeypatch):
     measured = []
 
-    def spy(query, keys, count):
-        measured.append(len(keys))
-        return original(query, keys, count)
+    def spy(query, parts, count):
+        parts = list(parts)
+        measured.append([len(keys) for keys in parts])
+        return original(query, parts, count)
 
     original = neighbors._nearest_to_one
     monkeypatch.setattr(neighbors, "_nearest_to_one", spy)
@@ -86,10 +87,14 @@ def test_only_what_the_product_leaves_open_is_measured(monkeypatch):
     assert fast(queries[[0, 1, 2, 0]], keys, 2) == [[3, 4], [8, 9], [7, 8], [3, 4]]
     assert measured == []
     assert fast(queries, keys, 2) == [[3, 4], [8, 9], [7, 8], [39, 40]]
-    assert measured == [3]  # 39, 40 and 41 for the last query
+    assert measured == [[3]]  # 39, 40 and 41 for the last query
     measured.clear()
     assert fast(queries[:1], keys, 2) == [[3, 4]]
-    assert measured == [50]  # few queries
+    assert measured == [[32, 18]]  # few queries
+    measured.clear()
+    same = torch.ones(FEW, 300)
+    assert fast(same, torch.ones(40, 300), 2) == [[0, 1]] * FEW
+    assert measured == [[32, 8]] * FEW  # all are left, and never copied at once
 
 
 def test_coarse_matrix_products_are_not_used(monkeypatch):
