@@ -30,8 +30,6 @@ Predict = Literal["after", "before"]
 Layout = Literal["auto", "given"]
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
-STILL = 1e-3  # parameters that moved by less of their length answer as before: measured, at most one position in 600
-
 
 @dataclass(frozen=True)
 class Update:
@@ -286,7 +284,7 @@ class Adapter(nn.Module):
         moved = _length(now - then for now, then in zip(self._adapted, start.values(), strict=True))
         drift = moved / max(_length(start.values()), 1e-12)
         answer = probabilities(seen.logits.detach())
-        unmoved = still(x) if drift > STILL else answer
+        unmoved = still(x) if drift > 0 else answer
         rate = max((update.rate for update in updates), default=None)
         return Evidence(answer, unmoved, probabilities(given), drift, rate, x, self._network({}), still)
 
