@@ -104,7 +104,7 @@ class AdaptationSettings:
         )
 
 
-# of the guard: any gain in steadiness counts where the loss is not made of the answer itself (docs/guard.md)
+# of the guard, by source images with another appearance (docs/guard.md)
 LIMITS: dict[str, dict[str, float]] = {"atta": {"overrule": 1.0}}
 
 PAPER: dict[Task, AdaptationSettings] = {
