@@ -43,6 +43,7 @@ demo: setup
 
 bench-speed: setup
 	$(BIN)/python benchmarks/speed.py --compile oct color
+	$(BIN)/python benchmarks/tensors.py
 
 bench-adapt: setup
 	$(BIN)/python benchmarks/adapt.py

@@ -43,6 +43,7 @@ the order of operations of the authors' program, with our loss: four forward pas
 nobody uses, and a memory of numpy arrays.
 
 `dltta adapt` from file to file: [speed-adapt.md](speed-adapt.md).
+What a step holds at its peak, counted tensor by tensor: [speed-memory.md](speed-memory.md).
 """
 
 
