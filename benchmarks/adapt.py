@@ -224,8 +224,8 @@ Resident memory along a stream of {grown["images"]} images of {grown["size"]} ×
 |---|---|
 {memory}
 
-Every {int(every)} images add {1e6 * float(np.median(steps)) / every:.0f} bytes per image in the median, the index of
-the log; the most that they added was {max(steps):.1f} MB.
+Every {int(every)} images add {1e6 * float(np.median(steps)) / every:.0f} bytes per image in the median; the most
+that they added was {max(steps):.1f} MB.
 """
 
 

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -119,12 +120,19 @@ def test_resuming_a_finished_training_gives_it_back_without_training(tmp_path):
 
 @pytest.mark.parametrize(
     ("state", "reason"),
-    [({"stage": "task"}, "another version"), ([1], "another version"), (None, "cannot be read")],
+    [({"stage": "task"}, "another version"), ([1], "another version"), (None, "is damaged")],
 )
 def test_a_state_of_another_kind_is_said_in_one_line(tmp_path, state, reason):
     path = tmp_path / "resume.pt"
     path.write_bytes(b"no state") if state is None else torch.save(state, path)
     with pytest.raises(StateError, match=f"resume.pt .*{reason}.*; remove it"):
+        training(tmp_path, resume=True).run()
+
+
+def test_a_state_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch):
+    (tmp_path / "resume.pt").touch()
+    monkeypatch.setattr(torch, "load", Mock(side_effect=PermissionError(13, "Permission denied")))
+    with pytest.raises(StateError, match=r"resume.pt cannot be read: Permission denied$"):
         training(tmp_path, resume=True).run()
 
 

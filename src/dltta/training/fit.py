@@ -6,6 +6,8 @@ call on (images, labels, random generator) gives a dictionary of losses, whose s
 
 import io
 import os
+import pickle
+import struct
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,6 +30,7 @@ from dltta.training.examples import Examples
 Batch = Sequence[Tensor]
 Losses = dict[str, float]
 Row = dict[str, Any]  # one epoch of the history: stage, epoch, mean losses, scores
+DAMAGED = (pickle.UnpicklingError, struct.error, RuntimeError, EOFError, ValueError, LookupError)  # what altered bytes do
 
 
 @dataclass(frozen=True)
@@ -108,8 +111,10 @@ class Journal:
     def _read(self) -> dict[str, Any]:
         try:
             saved: dict[str, Any] = torch.load(self.path, map_location="cpu", weights_only=True)
-        except Exception as error:  # whatever bytes can make of a pickle
-            raise StateError(f"{self.path} cannot be read; remove it to start again") from error
+        except OSError as error:
+            raise StateError(f"{self.path} cannot be read: {error.strerror or error}") from error
+        except DAMAGED as error:
+            raise StateError(f"{self.path} is damaged; remove it to start again") from error
         if not isinstance(saved, dict) or set(saved) != {"fingerprint", "stage", "epoch", "history", "learner"}:
             raise StateError(f"{self.path} was written by another version; remove it to start again")
         old, new = saved["fingerprint"], self.fingerprint
