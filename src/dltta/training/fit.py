@@ -30,7 +30,7 @@ from dltta.training.examples import Examples
 Batch = Sequence[Tensor]
 Losses = dict[str, float]
 Row = dict[str, Any]  # one epoch of the history: stage, epoch, mean losses, scores
-DAMAGED = (pickle.UnpicklingError, struct.error, RuntimeError, EOFError, ValueError, LookupError)  # what altered bytes do
+DAMAGED = (pickle.UnpicklingError, struct.error, RuntimeError, EOFError, ValueError, LookupError)  # altered bytes
 
 
 @dataclass(frozen=True)
