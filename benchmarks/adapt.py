@@ -32,15 +32,15 @@ from PIL import Image as Pillow
 from scipy.ndimage import gaussian_filter
 
 from dltta import Adapter, cli
-from dltta.allocator import keep_freed_memory
 from dltta.config import AdaptationSettings
-from dltta.data.incoming import find_incoming, read_incoming
-from dltta.data.transforms import Preprocessing
+from dltta.data.inbox import find_incoming, read_incoming
+from dltta.data.preprocessing import Preprocessing
 from dltta.evaluation.provenance import Provenance
-from dltta.models.architecture import Architecture
-from dltta.models.loading import Checkpoint, save_checkpoint
-from dltta.models.opening import open_model
-from dltta.stream import Stream, StreamSettings
+from dltta.models.allocator import keep_freed_memory
+from dltta.models.io.checkpoint import Checkpoint, save_checkpoint
+from dltta.models.io.opening import open_model
+from dltta.models.nets.architecture import Architecture
+from dltta.serving.folder import Stream, StreamSettings
 
 DOCS = Path(__file__).parent.parent / "docs"
 TARGET = 1.15

@@ -22,12 +22,12 @@ from dltta.config import AdaptationSettings, make_adapter, open_dataset
 from dltta.data.case import Case
 from dltta.data.phantom import phantom
 from dltta.data.phantom.oct import OCT
-from dltta.data.transforms import Preprocessed, Preprocessing
+from dltta.data.preprocessing import Preprocessed, Preprocessing
 from dltta.errors import DlttaError
-from dltta.evaluation.metrics import dice_per_class, mean_defined
 from dltta.evaluation.provenance import Provenance
-from dltta.models.architecture import Architecture
-from dltta.models.loading import Checkpoint, load_checkpoint
+from dltta.metrics import dice_per_class, mean_defined
+from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
+from dltta.models.nets.architecture import Architecture
 from dltta.training import SourceTraining, TrainingSettings
 from harm_page import write_page
 

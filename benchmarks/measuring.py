@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-import dltta.adapter
+import dltta.core.adapter as step
 from dltta import Adapter
 
 PARTS = ("forward 1", "recall", "discrepancy", "loss and backward", "update", "forward 2", "push", "rest")
@@ -86,8 +86,10 @@ def _stopwatch(adapter: Adapter) -> Iterator[dict[str, float]]:
         patch.object(optimizer, "step", timed(optimizer.step, lambda: "update")),
         patch.object(memory, "recall", timed(memory.recall, lambda: "recall")),
         patch.object(memory, "push", timed(memory.push, lambda: "push")),
-        patch.object(dltta.adapter, "batch_discrepancy", timed(dltta.adapter.batch_discrepancy, lambda: "discrepancy")),
-        patch.object(dltta.adapter, "probabilities", timed(dltta.adapter.probabilities, probabilities_part)),
+        patch.object(
+            dltta.core.adapter, "batch_discrepancy", timed(dltta.core.adapter.batch_discrepancy, lambda: "discrepancy")
+        ),
+        patch.object(step, "probabilities", timed(step.probabilities, probabilities_part)),
     ):
         yield parts
 

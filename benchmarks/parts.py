@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dltta import Adapter, MemoryBank, Proportional
-from dltta.models.architecture import Architecture
+from dltta.models.nets.architecture import Architecture
 from dltta.objectives import Tent
 from dltta.training.examples import Examples, augmentation
 from dltta.training.fit import Journal, Plan, Ranks, fit

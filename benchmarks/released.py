@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dltta.objectives.objective import Objective
+from dltta.core.objectives.objective import Objective
 
 
 class ReleasedSequence:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 import parts
-from dltta.allocator import keep_freed_memory
 from dltta.evaluation.provenance import Provenance
+from dltta.models.allocator import keep_freed_memory
 from speed_page import page
 from workloads import WORKLOADS
 

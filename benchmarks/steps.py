@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from dltta import Adapter, Fixed, MemoryBank, Proportional
 from dltta.models.fast import speed_up
 from dltta.models.features import forward_with_features
+from dltta.models.predictions import probabilities
 from dltta.objectives import PTBN, Tent
-from dltta.predictions import probabilities
 from released import ReleasedSequence
 from workloads import Workload
 

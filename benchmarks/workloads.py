@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from dltta.models.architecture import Architecture
-from dltta.models.autoencoders import DENSENET_LEVELS, UNET_LEVELS, AutoEncoders, Watch
-from dltta.models.rotation import RotationHead
-from dltta.models.shared import encode, shared_parameters
+from dltta.models.encoder import encode, shared_parameters
+from dltta.models.nets.architecture import Architecture
+from dltta.models.parts.autoencoders import DENSENET_LEVELS, UNET_LEVELS, AutoEncoders, Watch
+from dltta.models.parts.rotation import RotationHead
 from dltta.objectives import ATTA, TTT
 
 

@@ -13,13 +13,13 @@ import torch
 from PIL import Image
 
 from dltta.config import open_dataset
-from dltta.data.incoming import find_incoming
-from dltta.data.transforms import Preprocessing
-from dltta.maintenance import export, list_versions, roll_back, verify
-from dltta.models.architecture import Architecture
-from dltta.models.loading import Checkpoint, save_checkpoint
-from dltta.models.opening import open_model
-from dltta.stream import Stream, StreamSettings
+from dltta.data.inbox import find_incoming
+from dltta.data.preprocessing import Preprocessing
+from dltta.models.io.checkpoint import Checkpoint, save_checkpoint
+from dltta.models.io.opening import open_model
+from dltta.models.nets.architecture import Architecture
+from dltta.serving.folder import Stream, StreamSettings
+from dltta.serving.maintenance import export, list_versions, roll_back, verify
 from dltta.training import SourceTraining, TrainingSettings
 
 CASES = 9  # the discrepancy needs eight before it

@@ -2,11 +2,11 @@
 
 import torch
 
-from dltta.data.transforms import Preprocessing
-from dltta.models.architecture import Architecture
-from dltta.models.loading import Checkpoint
+from dltta.data.preprocessing import Preprocessing
+from dltta.models.io.checkpoint import Checkpoint
+from dltta.models.nets.architecture import Architecture
 from dltta.training import TrainingSettings
-from dltta.uda import UDATraining
+from dltta.training.uda import UDATraining
 from sites import Blobs, Locked
 
 

@@ -11,10 +11,10 @@ import torch
 from PIL import Image as Pillow
 
 from dltta.config import AdaptationSettings
-from dltta.data.images import Image
-from dltta.data.incoming import find_incoming
-from dltta.models.opened import OpenedModel, Prepared, fingerprint
-from dltta.stream import Stream, StreamSettings
+from dltta.data.formats.images import Image
+from dltta.data.inbox import find_incoming
+from dltta.models.io.opened import OpenedModel, Prepared, fingerprint
+from dltta.serving.folder import Stream, StreamSettings
 from networks import Classifier, Segmenter, trained
 
 SEGMENTS, CLASSES = ("background", "a", "b"), ("x", "y", "z")

@@ -1,6 +1,7 @@
 """Imports point one way: data flows images → model → objective → memory → rate → update → metrics → report."""
 
 import ast
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -8,49 +9,64 @@ import pytest
 import dltta
 
 ROOT = Path(dltta.__file__).parent
-RANK = [
-    {"version", "errors", "files", "allocator"},
+GROUND = {"errors", "files", "metrics", "version"}  # import nothing but each other
+DOORS = {"__init__", "__main__", "objectives"}  # nothing but names of other modules
+RANKS = [
     {"data"},
-    {"predictions", "discrepancy", "neighbors"},
     {"models"},
-    {"objectives"},
-    {"memory", "rates", "guard"},
-    {"adapter"},
-    {"windows", "journal", "naming"},
-    {"state", "answering", "record"},
-    {"evaluation", "testing"},
-    {"training"},
-    {"uda"},
-    {"config"},
-    {"experiment", "overview", "stream"},
-    {"maintenance"},
-    {"demo", "progress"},
-    {"reproduce"},
-    {"cli"},
-    {"__main__"},
+    {"core"},
+    {"quality", "training"},
+    {"config", "predictor", "recipes"},
+    {"evaluation", "serving"},
+    {"cli", "testing"},
 ]
-LEVEL = {name: level for level, names in enumerate(RANK) for name in names}
+RANK = {name: rank for rank, names in enumerate(RANKS) for name in names} | dict.fromkeys(GROUND, -1)
+MODULES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT or path.stem not in DOORS)
 
 
-def part(path):
+def room(path):
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-def imported(path):
+def imports(path):
+    """Modules of ours that a module names, also within functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dltta."):
-            yield node.module.split(".")[1]
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[1] for alias in node.names if alias.name.startswith("dltta."))
+            yield from (alias.name for alias in node.names if alias.name.startswith("dltta."))
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def module_name(path):
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_there_are_at_most_seven_ranks_and_every_room_has_one():
+    assert len(RANKS) <= 7
+    assert {room(path) for path in MODULES} <= RANK.keys()
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
 def test_imports_point_one_way(path):
-    if path == ROOT / "__init__.py":
-        return
-    here = LEVEL[part(path)]
-    wrong = {name for name in imported(path) if name != part(path) and LEVEL[name] >= here}
+    here = room(path)
+    others = {name.split(".")[1] for name in imports(path)} - {here}
+    wrong = {other for other in others if other in RANK and RANK[other] >= RANK[here] and RANK[other] >= 0}
+    if RANK[here] < 0:
+        wrong = others - GROUND
     assert not wrong, f"{path.name} imports {sorted(wrong)}, which come after it in the flow"
+
+
+def test_modules_of_one_room_do_not_import_in_circles():
+    names = {module_name(path): path for path in MODULES}
+    graph = {name: {other for other in imports(path) if other in names} - {name} for name, path in names.items()}
+    packages = {name for name, path in names.items() if path.name == "__init__.py"}
+    modules = {name: others - packages for name, others in graph.items() if name not in packages}
+    try:
+        TopologicalSorter(modules).prepare()
+    except CycleError as error:
+        pytest.fail(f"these import each other: {' → '.join(error.args[1])}")
 
 
 @pytest.mark.parametrize("number", range(2, 7))

@@ -19,9 +19,9 @@ from dltta.config import (
     open_target,
     read_toml,
 )
-from dltta.data.transforms import Preprocessing
+from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DataError, SettingError
-from dltta.experiment import Experiment
+from dltta.evaluation.experiment import Experiment
 from dltta.training import TrainingSettings
 
 CONFIGS = Path(__file__).parent.parent / "configs"

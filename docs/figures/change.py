@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 
 from dltta.config import AdaptationSettings, make_adapter
 from dltta.data.phantom import changing
-from dltta.evaluation.metrics import dice_per_class, mean_defined
-from dltta.guard import Limits
+from dltta.metrics import dice_per_class, mean_defined
 from dltta.models.calibration import LayerSamples, Strangeness
-from dltta.models.loading import load_checkpoint
+from dltta.models.io.checkpoint import load_checkpoint
+from dltta.quality.guard import Limits
 
 DOCS = Path(__file__).parent.parent
 SITES = ("spectralis", "cirrus", "spectralis", "cirrus")

@@ -15,10 +15,10 @@ import torch
 from matplotlib.figure import Figure
 
 from dltta.config import make_statistics, read_toml
-from dltta.data.transforms import Preprocessed
-from dltta.evaluation.metrics import dice_per_class, mean_defined
-from dltta.experiment import Experiment
-from dltta.models.loading import Checkpoint, load_checkpoint
+from dltta.data.preprocessing import Preprocessed
+from dltta.evaluation.experiment import Experiment
+from dltta.metrics import dice_per_class, mean_defined
+from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
 from dltta.models.normalization import use_test_statistics
 from dltta.models.statistics import OwnStatistics
 from dltta.training.examples import gather, split_by_group

@@ -1,12 +1,20 @@
-"""Test-time adaptation for medical images that chooses how much to adapt to each image (DLTTA, IEEE TMI 2022)."""
+"""Test-time adaptation for medical images that chooses how much to adapt to each image (DLTTA, IEEE TMI 2022).
 
-from dltta.adapter import Adapter, Step, Update
-from dltta.discrepancy import symmetric_kl
-from dltta.errors import DlttaError
-from dltta.guard import Limits, Ruling, SourceGuard
-from dltta.memory import MemoryBank
-from dltta.rates import Exponential, Fixed, LearningRate, Proportional, Relative
+Names are imported when they are first asked for: `dltta --help` needs neither torch nor MONAI.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from dltta.version import __version__
+
+if TYPE_CHECKING:
+    from dltta.core.adapter import Adapter, Step, Update
+    from dltta.core.discrepancy import symmetric_kl
+    from dltta.core.memory import MemoryBank
+    from dltta.core.rates import Exponential, Fixed, LearningRate, Proportional, Relative
+    from dltta.errors import DlttaError
+    from dltta.quality.guard import Limits, Ruling, SourceGuard
 
 __all__ = [
     "Adapter",
@@ -25,3 +33,25 @@ __all__ = [
     "__version__",
     "symmetric_kl",
 ]
+
+_HOMES = {
+    "dltta.core.adapter": ("Adapter", "Step", "Update"),
+    "dltta.core.discrepancy": ("symmetric_kl",),
+    "dltta.core.memory": ("MemoryBank",),
+    "dltta.core.rates": ("Exponential", "Fixed", "LearningRate", "Proportional", "Relative"),
+    "dltta.errors": ("DlttaError",),
+    "dltta.quality.guard": ("Limits", "Ruling", "SourceGuard"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'dltta' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -10,30 +10,30 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import torch
 
-from dltta.adapter import Adapter, Layout, Mode
-from dltta.data.camelyon17 import Camelyon17
+from dltta.core.adapter import Adapter, Layout, Mode
+from dltta.core.memory import Distance, MemoryBank, Ready
+from dltta.core.objectives import ATTA, PTBN, TTT, Objective, Preparation, Source, Tent
+from dltta.core.rates import Exponential, Fixed, LearningRate, Proportional, Relative
 from dltta.data.case import Dataset, Task
-from dltta.data.folders import SiteFolder, Slices, open_site
-from dltta.data.oct import CIRRUS_SPACING, OCT
+from dltta.data.datasets.camelyon17 import Camelyon17
+from dltta.data.datasets.oct import CIRRUS_SPACING, OCT
+from dltta.data.datasets.prostate import Prostate
 from dltta.data.phantom import phantom
-from dltta.data.prostate import Prostate
-from dltta.data.transforms import Preprocessing
+from dltta.data.preprocessing import Preprocessing
+from dltta.data.sites import SiteFolder, Slices, open_site
 from dltta.errors import DataError, SettingError
-from dltta.guard import Guard, Limits, SourceGuard
-from dltta.memory import Distance, MemoryBank, Ready
-from dltta.models.architecture import BUILDERS, Architecture
 from dltta.models.calibration import Calibration
-from dltta.models.loading import Checkpoint
+from dltta.models.io.checkpoint import Checkpoint
+from dltta.models.io.opened import OpenedModel
+from dltta.models.nets.architecture import BUILDERS, Architecture
 from dltta.models.normalization import BATCH_STATISTICS, Statistics
-from dltta.models.opened import OpenedModel
 from dltta.models.statistics import Blended, Running, Shrunken
-from dltta.objectives import ATTA, PTBN, TTT, Objective, Preparation, Source, Tent
-from dltta.rates import Exponential, Fixed, LearningRate, Proportional, Relative
-from dltta.uda import Method
-from dltta.uda.cyclegan import CycleGAN
-from dltta.uda.style import StyleTransfer
-from dltta.uda.swav import SwAV
-from dltta.uda.udas import UDAS
+from dltta.quality.guard import Guard, Limits, SourceGuard
+from dltta.training.uda import Method
+from dltta.training.uda.cyclegan import CycleGAN
+from dltta.training.uda.style import StyleTransfer
+from dltta.training.uda.swav import SwAV
+from dltta.training.uda.udas import UDAS
 
 METHODS = ("source", "ptbn", "ttt", "tent", "atta")
 UDA: dict[str, type[Method]] = {  # these learn with the target's images

@@ -14,9 +14,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from dltta.adapter import Adapter
-from dltta.objectives.objective import Objective, Preparation
-from dltta.rates import Fixed, LearningRate
+from dltta.core.adapter import Adapter
+from dltta.core.objectives.objective import Objective, Preparation
+from dltta.core.rates import Fixed, LearningRate
 
 DISCREPANCIES = (0.0, 1e-9, 1e-3, 0.5, 1.0, 10.0)
 

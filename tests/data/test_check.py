@@ -10,7 +10,7 @@ from PIL import Image as Pillow
 
 from dltta.data.cards import card, cards
 from dltta.data.check import check_published, check_site
-from dltta.data.folders import parse_description
+from dltta.data.sites import parse_description
 from dltta.errors import DataError
 
 REAL = os.environ.get("DLTTA_DATA")

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from dltta.data.incoming import watch_incoming
+from dltta.data.inbox import watch_incoming
 from dltta.data.prefetch import prefetch
 from dltta.errors import DataError, SettingError
 

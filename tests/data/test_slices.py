@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from dltta.config import AdaptationSettings, default_architecture, default_preprocessing, open_dataset
-from dltta.data.folders import Slices
-from dltta.data.images import Geometry
+from dltta.data.formats.images import Geometry
+from dltta.data.sites import Slices
 from dltta.data.slices import from_slices, slice_axis, to_slices
 from dltta.errors import DataError
-from dltta.experiment import Experiment, run_experiment
+from dltta.evaluation.experiment import Experiment, run_experiment
 from dltta.training import TrainingSettings
 
 

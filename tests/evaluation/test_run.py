@@ -9,7 +9,7 @@ from dltta.data.case import Case
 from dltta.errors import DataError, SettingError
 from dltta.evaluation import Keep, gather_examples, run_stream
 from dltta.evaluation.run import StreamRecord
-from dltta.guard import Ruling
+from dltta.quality.guard import Ruling
 
 
 @dataclass

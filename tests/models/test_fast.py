@@ -10,11 +10,11 @@ from torch import nn
 import networks
 from dltta import Adapter, Fixed, MemoryBank, Proportional
 from dltta.errors import SettingError
-from dltta.models.autoencoders import UNET_LEVELS, AutoEncoders, Watch
+from dltta.models.encoder import shared_parameters
 from dltta.models.fast import speed_up
-from dltta.models.rotation import RotationHead
-from dltta.models.shared import shared_parameters
-from dltta.models.unet import unet
+from dltta.models.nets.unet import unet
+from dltta.models.parts.autoencoders import UNET_LEVELS, AutoEncoders, Watch
+from dltta.models.parts.rotation import RotationHead
 from dltta.objectives import ATTA, PTBN, TTT, Source, Tent
 from networks import stream, trained
 

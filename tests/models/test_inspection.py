@@ -2,10 +2,10 @@ import torch
 from monai.networks.nets import BasicUNet
 from torch import nn
 
-from dltta.memory import MemoryBank
+from dltta.core.memory import MemoryBank
 from dltta.models.inspection import look, statistics_changed
 from dltta.models.normalization import use_test_statistics
-from dltta.predictions import probabilities
+from dltta.models.predictions import probabilities
 from networks import Classifier, Segmenter
 
 

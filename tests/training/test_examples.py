@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from dltta.data.transforms import Preprocessing
+from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DataError
 from dltta.training.examples import Examples, augmentation, gather, read_pairs, require_one_size, split_by_group
 from sites import Blobs

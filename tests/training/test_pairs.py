@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from dltta.config import AdaptationSettings, make_adapter
-from dltta.data.transforms import Preprocessing
+from dltta.data.preprocessing import Preprocessing
 from dltta.errors import SettingError
-from dltta.models.architecture import Architecture
-from dltta.models.loading import Checkpoint, load_checkpoint, save_checkpoint
+from dltta.models.io.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from dltta.models.nets.architecture import Architecture
 from dltta.training.pairs import source_pairs
 from networks import stream
 

@@ -13,10 +13,10 @@ import torch
 
 from dltta import Adapter, Fixed
 from dltta.config import make_objective
-from dltta.data.transforms import Preprocessing
+from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DataError, SettingError, StateError
-from dltta.models.architecture import Architecture
-from dltta.models.loading import load_checkpoint
+from dltta.models.io.checkpoint import load_checkpoint
+from dltta.models.nets.architecture import Architecture
 from dltta.training import SourceTraining, TrainingSettings
 from sites import Blobs
 

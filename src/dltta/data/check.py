@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dltta.data import camelyon17, oct, prostate
-from dltta.data.folders import (
+from dltta.data.datasets import camelyon17, oct, prostate
+from dltta.data.formats.images import difference, read_geometry, read_image, read_mask
+from dltta.data.sites import (
     GROUP_PATTERN,
     Description,
     Entry,
@@ -20,7 +21,6 @@ from dltta.data.folders import (
     read_description,
     values_problem,
 )
-from dltta.data.images import difference, read_geometry, read_image, read_mask
 from dltta.errors import DataError
 
 __all__ = ["PUBLISHED", "Problem", "check_published", "check_site"]

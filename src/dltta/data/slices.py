@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from dltta.data.images import Geometry
+from dltta.data.formats.images import Geometry
 
 
 def slice_axis(geometry: Geometry) -> int:

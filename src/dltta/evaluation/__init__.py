@@ -4,7 +4,12 @@ from dltta.evaluation.comparison import PairedTest, case_gains, negative_transfe
 from dltta.evaluation.examples import Example, Keep, gather_examples
 from dltta.evaluation.formats import csv_text, latex, markdown, rich_table
 from dltta.evaluation.headline import sentences
-from dltta.evaluation.metrics import (
+from dltta.evaluation.provenance import Provenance, checksum
+from dltta.evaluation.report import render_report, write_report
+from dltta.evaluation.results import Results, Stream, SummaryRow
+from dltta.evaluation.run import CaseRecord, Steps, StreamRecord, run_stream
+from dltta.evaluation.tables import Table, by_metric, by_target, method_label
+from dltta.metrics import (
     CLASSIFICATION_METRICS,
     SEGMENTATION_METRICS,
     SegmentationScores,
@@ -12,11 +17,6 @@ from dltta.evaluation.metrics import (
     score_classification,
     score_segmentation,
 )
-from dltta.evaluation.provenance import Provenance, checksum
-from dltta.evaluation.report import render_report, write_report
-from dltta.evaluation.results import Results, Stream, SummaryRow
-from dltta.evaluation.run import CaseRecord, Steps, StreamRecord, run_stream
-from dltta.evaluation.tables import Table, by_metric, by_target, method_label
 
 __all__ = [
     "CLASSIFICATION_METRICS",

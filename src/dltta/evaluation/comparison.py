@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 from scipy import stats
 
 from dltta.errors import DataError, SettingError
-from dltta.evaluation.metrics import higher_is_better
+from dltta.metrics import higher_is_better
 
 Key = TypeVar("Key", bound=Hashable)
 

@@ -17,9 +17,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from dltta.evaluation.metrics import DISTANCES
 from dltta.evaluation.results import SOURCE, Results, Stream, summarize
 from dltta.evaluation.tables import NAMES, PLAIN_RATES, Pair, gains, method_label, methods
+from dltta.metrics import DISTANCES
 
 # Placeholder colors and the CSS variables that replace them.
 INK, MUTED, RULE, PAPER, BAD = "#010101", "#020202", "#030303", "#040404", "#050505"

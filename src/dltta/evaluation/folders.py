@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from dltta.data.case import Task
-from dltta.data.folders import read_description
-from dltta.data.images import difference, ending, read_geometry, read_mask
+from dltta.data.formats.images import difference, ending, read_geometry, read_mask
+from dltta.data.sites import read_description
 from dltta.errors import DataError
-from dltta.evaluation.metrics import score_classification, score_segmentation
 from dltta.evaluation.run import CaseRecord, StreamRecord, stream_metrics
+from dltta.metrics import score_classification, score_segmentation
 
 Progress = Callable[[int, int], None]
 

@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass
 
 from dltta.evaluation.comparison import worst_site
-from dltta.evaluation.metrics import mean_defined
 from dltta.evaluation.results import SOURCE, Results, summarize
 from dltta.evaluation.tables import Column, Pair, gains, method_label, methods, metric_word, primary_metric, targets
+from dltta.metrics import mean_defined
 
 Entry = tuple[str, str]  # method, rate
 NO_ADAPTATION: Entry = (SOURCE, "none")

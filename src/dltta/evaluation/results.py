@@ -14,10 +14,10 @@ from typing import Any, TypeVar, cast
 
 from dltta.data.case import Task
 from dltta.errors import DataError, SettingError
-from dltta.evaluation.metrics import Unit, mean_defined
 from dltta.evaluation.provenance import Provenance
 from dltta.evaluation.run import CaseRecord, StreamRecord
 from dltta.files import write_atomically
+from dltta.metrics import Unit, mean_defined
 
 SCHEMA = 1
 SOURCE = "source"  # the method that does not adapt, against which gains are measured

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from dltta.data.case import Case, Dataset, Task
 from dltta.errors import DataError, SettingError
-from dltta.evaluation.metrics import Unit, mean_defined, score_classification, score_segmentation
-from dltta.guard import Ruling
-from dltta.predictions import most_likely, probabilities
+from dltta.metrics import Unit, mean_defined, score_classification, score_segmentation
+from dltta.models.predictions import most_likely, probabilities
+from dltta.quality.guard import Ruling
 
 
 class Answer(Protocol):

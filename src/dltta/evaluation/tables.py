@@ -11,15 +11,15 @@ from typing import Literal
 
 from dltta.errors import SettingError
 from dltta.evaluation.comparison import case_gains, negative_transfer, paired_test, worst_site
-from dltta.evaluation.metrics import (
+from dltta.evaluation.results import SOURCE, Results, case_means, summarize
+from dltta.metrics import (
     CLASSIFICATION_METRICS,
     DISTANCES,
     SEGMENTATION_METRICS,
     higher_is_better,
     mean_defined,
 )
-from dltta.evaluation.results import SOURCE, Results, case_means, summarize
-from dltta.guard import GRAVITY
+from dltta.quality.guard import GRAVITY
 
 SIGNIFICANT = 0.05
 PLAIN_RATES = ("none", "fixed")  # a method with one of these goes by its name alone

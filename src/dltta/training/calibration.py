@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dltta.discrepancy import batch_discrepancy
-from dltta.memory import MemoryBank
+from dltta.core.discrepancy import batch_discrepancy
+from dltta.core.memory import MemoryBank
 from dltta.models.calibration import Calibration, LayerSamples, Strangeness, log_variances
 from dltta.models.features import forward_with_features
 from dltta.models.normalization import use_test_statistics
+from dltta.models.predictions import entropy, probabilities
 from dltta.models.statistics import OwnStatistics
-from dltta.predictions import entropy, probabilities
 
 MOST = 64  # images; more change the spread of a mean by less than a tenth
 FEWEST = 8  # images that say something about the rare ones among them

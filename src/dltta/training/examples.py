@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
 from dltta.data.case import Case, Dataset
-from dltta.data.transforms import Preprocessing
+from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DataError
 
 Pair = tuple[Tensor, Tensor]  # image (C, *spatial), label (*spatial) or ()

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from dltta.errors import SettingError
 from dltta.models.features import forward_with_features
-from dltta.models.loading import SourcePairs
-from dltta.predictions import probabilities
+from dltta.models.io.checkpoint import SourcePairs
+from dltta.models.predictions import probabilities
 
 COUNT = 20  # the paper's memory in segmentation
 

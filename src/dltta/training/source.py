@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from dltta.data.case import Dataset, Task
-from dltta.data.transforms import Preprocessing
+from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DataError, SettingError, StateError
-from dltta.models.architecture import Architecture
-from dltta.models.autoencoders import DENSENET_LEVELS, UNET_LEVELS, AutoEncoders, Watch
 from dltta.models.calibration import Calibration
+from dltta.models.encoder import encode, shared_parameters
 from dltta.models.features import find_feature_layer
-from dltta.models.loading import (
+from dltta.models.io.checkpoint import (
     Checkpoint,
     Reconstructions,
     Rotation,
@@ -27,8 +26,9 @@ from dltta.models.loading import (
     save_checkpoint,
     weights_checksum,
 )
-from dltta.models.rotation import TURNS, RotationHead, rotation_loss
-from dltta.models.shared import encode, shared_parameters
+from dltta.models.nets.architecture import Architecture
+from dltta.models.parts.autoencoders import DENSENET_LEVELS, UNET_LEVELS, AutoEncoders, Watch
+from dltta.models.parts.rotation import TURNS, RotationHead, rotation_loss
 from dltta.training.calibration import MOST, calibrate
 from dltta.training.examples import Examples, Pair, augmentation, gather, read_pairs, require_one_size, split_by_group
 from dltta.training.fit import Journal, Plan, Ranks, Report, Row, fit

@@ -10,8 +10,8 @@ from monai.losses import DiceLoss
 from torch import Tensor, nn
 
 from dltta.data.case import Task
-from dltta.evaluation.metrics import dice_per_class, mean_defined
-from dltta.predictions import most_likely
+from dltta.metrics import dice_per_class, mean_defined
+from dltta.models.predictions import most_likely
 from dltta.training.examples import Pair
 
 

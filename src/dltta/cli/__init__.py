@@ -1,0 +1,5 @@
+"""The `dltta` command."""
+
+from dltta.cli.app import main
+
+__all__ = ["main"]

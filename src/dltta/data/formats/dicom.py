@@ -1,0 +1,443 @@
+"""1 images. How does a DICOM series become a volume, and class values a DICOM segmentation that lies on it?
+
+A volume's axes are columns, rows, slices, and its affine leads from these indices to millimeters towards the patient's
+right, anterior and superior side, as in NIfTI: the transpose of a slice as `pydicom` gives it, slices in the order of
+their place along the normal (row direction x column direction), never of their names. A single image has the axes rows,
+columns, as in PNG. Values are the modality's (Hounsfield units, ...): rescale slope and intercept, or the modality's
+table, are applied slice by slice; MONOCHROME1, where large values are dark, is turned round within its stored bits.
+
+Nothing of a header reaches an error message but sizes and distances: headers name patients.
+"""
+
+import hashlib
+import io
+import logging
+import struct
+import unicodedata
+import warnings
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from nibabel.affines import voxel_sizes
+from numpy.typing import ArrayLike, NDArray
+
+from dltta.data.formats.images import Geometry, Image, class_values, finite, within_limit, writing
+from dltta.errors import DataError, SettingError
+from dltta.version import __version__
+
+ENDINGS = (".dcm", ".dicom", ".ima")
+
+_NOT_IMAGES = {  # pixels that are not an image of the patient: our own answers, and what planning systems put beside
+    "1.2.840.10008.5.1.4.1.1.66.4": "segmentation",
+    "1.2.840.10008.5.1.4.1.1.66.7": "label map segmentation",
+    "1.2.840.10008.5.1.4.1.1.30": "parametric map",
+    "1.2.840.10008.5.1.4.1.1.481.2": "radiotherapy dose",
+}
+_COPIED = (  # into every segmentation, as its standard demands; all may be empty
+    "PatientID",
+    "PatientName",
+    "PatientBirthDate",
+    "PatientSex",
+    "AccessionNumber",
+    "StudyID",
+    "StudyDate",
+    "StudyTime",
+    "SliceThickness",
+)
+_SERIES_NUMBER = 900
+_ALIKE = 1e-3  # headers store rounded numbers
+_LPS_TO_RAS = np.diag([-1.0, -1.0, 1.0, 1.0])
+_MALFORMED = (
+    OSError,
+    EOFError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    ArithmeticError,
+    NotImplementedError,
+    RuntimeError,
+    struct.error,
+    zlib.error,
+)
+
+
+@dataclass(frozen=True)
+class Series:
+    """The headers of a series in the order of its slices, without pixels: what a segmentation of it refers to."""
+
+    headers: tuple[Any, ...] = field(repr=False)  # pydicom's data sets
+    modified: float  # when the newest file was last written, seconds since 1970
+
+
+class Peek(NamedTuple):
+    """What tells which files belong together."""
+
+    series: str  # SeriesInstanceUID
+    placed: bool  # a slice with a place in the patient, rather than an X-ray or an ultrasound image
+
+
+def looks_like(file: Path) -> bool:
+    """Whether a file says that it is DICOM, by its ending or by its first bytes."""
+    if file.name.lower().endswith(ENDINGS):
+        return True
+    try:
+        with file.open("rb") as stream:
+            return stream.read(132)[128:] == b"DICM"
+    except OSError:
+        return False
+
+
+def stem(file: Path) -> str:
+    """A file's name without DICOM's endings."""
+    found = next((e for e in ENDINGS if file.name.lower().endswith(e) and len(file.name) > len(e)), "")
+    return file.name[: len(file.name) - len(found)]
+
+
+def peek(file: Path) -> Peek | None:
+    """The series of an image file; None for any other file, and for one that has gone. Looked up once per version."""
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return _peek(file, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=1 << 16)
+def _peek(file: Path, size: int, changed: int) -> Peek | None:
+    if file.name == "DICOMDIR" or not looks_like(file):
+        return None
+    tags = ["SOPClassUID", "SeriesInstanceUID", "Rows", "ImagePositionPatient"]
+    with _reading(file):
+        header = _library("pydicom").dcmread(file, stop_before_pixels=True, specific_tags=tags)
+        if "Rows" not in header or header.get("SOPClassUID") in _NOT_IMAGES:
+            return None
+        return Peek(str(header.SeriesInstanceUID), bool(header.get("ImagePositionPatient")))
+
+
+def read_series(files: Sequence[Path]) -> Image:
+    """The files of one series as a volume (1, columns, rows, slices); one file as an image (1 or 3, rows, columns)."""
+    headers = [_header(file) for file in files]
+    return _picture(files[0], headers[0]) if len(files) == 1 else _volume(files, headers)
+
+
+def write_segmentation(path: Path | str, labels: ArrayLike, like: Geometry, classes: Sequence[str]) -> None:
+    """Writes class values (*spatial) as a DICOM segmentation (SEG) of the series they belong to.
+
+    Every class but the first, the background, is a binary segment with the class's value as its number. Slices without
+    any are left out, as the standard allows, unless all are empty. Patient and study are the series', as the standard
+    asks. The same labels for the same files give the same bytes: identifiers come from the content, dates from the
+    files' time.
+    """
+    path = Path(path)
+    if like.kind != "dicom" or not isinstance(like.header, Series):
+        raise DataError(
+            f"{path}: a DICOM segmentation refers to a DICOM series, the image is {like.kind}; use its format"
+        )
+    values = class_values(path, labels, like)
+    if len(classes) < 2 or values.max(initial=0) >= len(classes):
+        raise DataError(f"{path}: class value {values.max(initial=0)}, but {len(classes)} classes; name all, from 0 on")
+    with _referring(path):
+        content = _segmentation(values, like.header, classes)
+    with writing(path) as file:
+        file.write(content)
+
+
+# reading
+
+
+def _header(file: Path) -> Any:
+    """A header without pixels; what segmentations must repeat is there, empty where it is missing or malformed."""
+    with _reading(file):
+        header = _library("pydicom").dcmread(file, stop_before_pixels=True)
+        frames = int(header.get("NumberOfFrames") or 1)
+        if frames > 1 or "PerFrameFunctionalGroupsSequence" in header:
+            raise DataError(f"{file}: a multi-frame file of {frames} frames; export one file per slice, or NIfTI")
+        within_limit(file, int(header.Rows) * int(header.Columns))
+        for name in _COPIED:
+            if name not in header or not _valid(name, str(header.get(name) or "")):
+                setattr(header, name, None)
+    return header
+
+
+def _valid(name: str, value: str) -> bool:
+    """Whether a segmentation accepts the value: dates such as "unknown" would keep it from being written."""
+    kinds = _library("pydicom.valuerep")
+    kind = {"PatientBirthDate": kinds.DA, "StudyDate": kinds.DA, "StudyTime": kinds.TM}.get(name, str)
+    try:
+        kind(value)
+    except ValueError:
+        return False
+    return name != "PatientSex" or value in ("", "M", "F", "O")
+
+
+def _picture(file: Path, header: Any) -> Image:
+    with _reading(file):
+        shape = int(header.Rows), int(header.Columns)
+        array = _values(file, header)
+        spacing = _spacing(file, header, "PixelSpacing", "ImagerPixelSpacing", "NominalScannedPixelSpacing")
+        series = Series((header,), file.stat().st_mtime)
+        return Image(finite(file, array), Geometry("dicom", shape, len(array), _limit(header), spacing, None, series))
+
+
+def _volume(files: Sequence[Path], headers: Sequence[Any]) -> Image:
+    order, affine = _place(files, headers)
+    shape = int(headers[0].Columns), int(headers[0].Rows), len(files)
+    with _reading(files[0]):
+        slices = np.empty(shape[::-1], np.float32)  # (slices, rows, columns)
+        modified = max(file.stat().st_mtime for file in files)
+    for number, index in enumerate(order):
+        with _reading(files[index]):
+            found = _values(files[index], headers[index])
+            if len(found) != 1:
+                raise DataError(f"{files[index]}: a slice in color; volumes have one value per position, leave it out")
+            slices[number] = finite(files[index], found)[0]
+    spacing = tuple(float(s) for s in voxel_sizes(affine))
+    series = Series(tuple(headers[index] for index in order), modified)
+    return Image(np.ascontiguousarray(slices.T)[None], Geometry("dicom", shape, 1, None, spacing, affine, series))
+
+
+def _place(files: Sequence[Path], headers: Sequence[Any]) -> tuple[list[int], NDArray[np.float64]]:
+    """The order of the slices along their normal, and the affine from (column, row, slice) to millimeters.
+
+    Slices may be shifted against each other by the same amount each (a tilted gantry), but lie at even distances.
+    """
+    for file, header in zip(files[1:], headers[1:], strict=True):
+        _check_alike(file, header, headers[0], files[0].name)
+    with _reading(files[0]):
+        across, down = _directions(files[0], headers[0])
+        between = _distances(files[0], headers[0], "PixelSpacing")
+        positions = np.array([_numbers(f, h, "ImagePositionPatient", 3) for f, h in zip(files, headers, strict=True)])
+    along = positions @ np.cross(across, down)
+    order = np.argsort(along, kind="stable")
+    _check_distances(files[0].parent, along[order])
+    positions = positions[order]
+    step = (positions[-1] - positions[0]) / (len(positions) - 1)
+    line = positions[0] + np.arange(len(positions))[:, None] * step
+    off = float(np.linalg.norm(positions - line, axis=1).max())
+    if off > 0.1 * np.linalg.norm(step):
+        raise DataError(f"{files[0].parent}: slices are up to {off:.3g} mm off an even grid; resample the series")
+    affine = np.eye(4)
+    affine[:3] = np.stack([across * between[1], down * between[0], step, positions[0]], axis=1)
+    return order.tolist(), _LPS_TO_RAS @ affine
+
+
+def _check_alike(file: Path, header: Any, first: Any, name: str) -> None:
+    """Slices of one volume share series, size, orientation and spacing."""
+    with _reading(file):
+        if header.SeriesInstanceUID != first.SeriesInstanceUID:
+            raise DataError(f"{file}: of another series than {name}; put each series in a folder of its own")
+        if (header.Rows, header.Columns) != (first.Rows, first.Columns):
+            found, wanted = (f"{h.Columns} x {h.Rows}" for h in (header, first))
+            raise DataError(f"{file}: {found} pixels, {name} has {wanted}; take out what is no slice of the volume")
+        turned = np.subtract(_directions(file, header), _directions(file, first))
+        if np.abs(turned).max() > _ALIKE:
+            raise DataError(f"{file}: another orientation than {name}; take out scouts and reformatted slices")
+        between = _distances(file, header, "PixelSpacing")
+        if not np.allclose(between, _distances(file, first, "PixelSpacing"), rtol=_ALIKE):
+            raise DataError(f"{file}: another PixelSpacing than {name}; take out what is no slice of the volume")
+        if header.get("FrameOfReferenceUID") != first.get("FrameOfReferenceUID"):
+            raise DataError(f"{file}: another frame of reference than {name}; the patient may have moved, split them")
+
+
+def _check_distances(folder: Path, along: NDArray[np.float64]) -> None:
+    """Sorted places (mm) must lie at even distances."""
+    gaps = np.diff(along)
+    usual = float(np.median(gaps))
+    if gaps.min() < 1e-3 or usual < 1e-3:
+        raise DataError(f"{folder}: two slices at one place; keep one image per place (no time points, no copies)")
+    if gaps.max() > 1.5 * usual:
+        missing = int(np.rint(gaps / usual).sum()) - len(gaps)
+        raise DataError(
+            f"{folder}: {missing} slices are missing between others ({gaps.max():.3g} mm apart instead of "
+            f"{usual:.3g}); export the whole series"
+        )
+    if gaps.min() < usual / 1.5:
+        raise DataError(f"{folder}: slices {gaps.min():.3g} to {gaps.max():.3g} mm apart; resample the series evenly")
+
+
+def _directions(file: Path, header: Any) -> NDArray[np.float64]:
+    """Unit vectors (2, 3) in which columns and rows are counted, towards the patient's left, posterior, superior."""
+    found = _numbers(file, header, "ImageOrientationPatient", 6).reshape(2, 3)
+    if np.abs(found @ found.T - np.eye(2)).max() > 10 * _ALIKE:
+        raise DataError(f"{file}: its orientation is not two directions at right angles; export the series again")
+    return found
+
+
+def _spacing(file: Path, header: Any, *names: str) -> tuple[float, ...] | None:
+    """Millimeters between rows and between columns, from the first of these elements that is there."""
+    name = next((name for name in names if header.get(name) is not None), None)
+    return None if name is None else tuple(_distances(file, header, name).tolist())
+
+
+def _distances(file: Path, header: Any, name: str) -> NDArray[np.float64]:
+    found = _numbers(file, header, name, 2)
+    if found.min() <= 0:
+        raise DataError(f"{file}: {name} {found.tolist()} is no distance; export it again")
+    return found
+
+
+def _numbers(file: Path, header: Any, name: str, count: int) -> NDArray[np.float64]:
+    stored = header.get(name)
+    found = np.array([] if stored is None else [float(number) for number in np.atleast_1d(stored)])
+    if found.shape != (count,) or not np.isfinite(found).all():
+        raise DataError(f"{file}: {name} is missing or not {count} numbers; export it again, or convert it to NIfTI")
+    return found
+
+
+def _values(file: Path, header: Any) -> NDArray[Any]:
+    """Values (1 or 3, rows, columns) in the modality's units, or colors."""
+    meaning, shape = str(header.PhotometricInterpretation), (int(header.Rows), int(header.Columns))
+    if not meaning.startswith(("MONOCHROME", "RGB", "YBR")):
+        raise DataError(f"{file}: pixels are neither grey nor RGB; export it as MONOCHROME2 or RGB")
+    pixels = _library("pydicom.pixels")
+    _check_decoder(file, pixels, header.file_meta.TransferSyntaxUID)
+    stored: NDArray[Any] = pixels.pixel_array(file)
+    if stored.shape != (shape if meaning.startswith("MONOCHROME") else (*shape, 3)):
+        raise DataError(f"{file}: pixels of shape {stored.shape} do not fit its header; export it again")
+    if stored.ndim == 3:
+        return np.moveaxis(stored, -1, 0)
+    if meaning == "MONOCHROME1":
+        stored = _extremes(header) - stored.astype(np.int64)
+    in_units: NDArray[Any] = pixels.apply_modality_lut(stored, header)
+    return in_units[None]
+
+
+def _check_decoder(file: Path, pixels: Any, syntax: Any) -> None:
+    try:
+        found = not syntax.is_compressed or pixels.get_decoder(syntax).is_available
+    except NotImplementedError:  # a video, say
+        found = False
+    if not found:
+        raise DataError(
+            f"{file}: compressed as {syntax.name}, for which no decoder is installed; "
+            "pip install 'pylibjpeg[all]', or export it uncompressed"
+        )
+
+
+def _extremes(header: Any) -> int:
+    """The sum of the smallest and the largest value that the stored bits can hold."""
+    return -1 if header.PixelRepresentation else (1 << int(header.BitsStored)) - 1
+
+
+def _limit(header: Any) -> int | None:
+    """The largest value of pixels that are stored as they are meant."""
+    plain = header.get("RescaleSlope", 1) == 1 and header.get("RescaleIntercept", 0) == 0
+    unsigned = plain and "ModalityLUTSequence" not in header and not header.PixelRepresentation
+    return (1 << int(header.BitsStored)) - 1 if unsigned else None
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Turns whatever a malformed file makes the library raise into one sentence, without the values it quotes."""
+    try:
+        yield
+    except (DataError, SettingError):
+        raise
+    except FileNotFoundError as error:
+        raise DataError(f"{file}: no such file; check the name") from error
+    except _malformed() as error:
+        raise DataError(
+            f"{file}: cannot be read as DICOM ({type(error).__name__}); copy it again from its source or leave it out"
+        ) from None
+
+
+def _malformed() -> tuple[type[Exception], ...]:
+    """What pydicom raises for bytes that make no sense."""
+    errors = _library("pydicom.errors")
+    return (*_MALFORMED, errors.InvalidDicomError, errors.BytesLengthException)
+
+
+# writing
+
+
+def _segmentation(values: NDArray[Any], series: Series, classes: Sequence[str]) -> bytes:
+    uid = _library("pydicom.uid").generate_uid
+    planes = values.T if values.ndim == 3 else values[None]  # (slices, rows, columns)
+    source = str(series.headers[0].SeriesInstanceUID)
+    images = [str(header.SOPInstanceUID) for header in series.headers]
+    content = [*images, *classes, hashlib.sha256(planes.tobytes()).hexdigest(), str(series.modified), __version__]
+    found = _library("highdicom").seg.Segmentation(
+        source_images=series.headers,
+        pixel_array=planes,
+        segmentation_type="BINARY",
+        segment_descriptions=[_segment(number, name) for number, name in enumerate(classes) if number],
+        series_instance_uid=uid(entropy_srcs=[source, "series", __version__]),
+        series_number=_SERIES_NUMBER,
+        series_description="Segmentation (dltta)",
+        sop_instance_uid=uid(entropy_srcs=content),
+        instance_number=1,
+        manufacturer="dltta",
+        manufacturer_model_name="dltta",
+        software_versions=__version__,
+        device_serial_number="0",
+        content_label="SEGMENTATION",
+        content_description="Segmentation by a network adapted at test time",
+        specific_character_set="ISO_IR 192",  # UTF-8: names of classes
+    )
+    _without_chance(found, uid(entropy_srcs=[*content, "dimensions"]), datetime.fromtimestamp(series.modified))
+    found.save_as(stream := io.BytesIO())
+    return stream.getvalue()
+
+
+@contextmanager
+def _referring(path: Path) -> Iterator[None]:
+    """Turns a header that no segmentation can refer to into one sentence, without the values that are quoted."""
+    try:
+        yield
+    except (DataError, SettingError):
+        raise
+    except _malformed() as error:
+        raise DataError(
+            f"{path}: a DICOM segmentation cannot refer to this series ({type(error).__name__} in its headers); "
+            "convert the series to NIfTI"
+        ) from None
+
+
+def _segment(number: int, name: str) -> Any:
+    """One class. Its meaning is known by its label only: the coded one is the general "tissue"."""
+    highdicom, codes = _library("highdicom"), _library("pydicom.sr.codedict").codes
+    label = "".join(" " if c == "\\" or unicodedata.category(c).startswith("C") else c for c in name).strip()
+    return highdicom.seg.SegmentDescription(
+        segment_number=number,
+        segment_label=label[:64] or f"class {number}",
+        segmented_property_category=codes.SCT.Tissue,
+        segmented_property_type=codes.SCT.Tissue,
+        algorithm_type="AUTOMATIC",
+        algorithm_identification=highdicom.AlgorithmIdentificationSequence(
+            name="dltta", version=__version__, family=codes.DCM.ArtificialIntelligence
+        ),
+    )
+
+
+def _without_chance(segmentation: Any, dimensions: str, moment: datetime) -> None:
+    """Puts our identifier and the files' time where random numbers and the clock were."""
+    for item in (*segmentation.DimensionOrganizationSequence, *segmentation.DimensionIndexSequence):
+        item.DimensionOrganizationUID = dimensions
+    for equipment in segmentation.get("ContributingEquipmentSequence", ()):
+        equipment.ContributionDateTime = moment.strftime("%Y%m%d%H%M%S")
+    for kind in ("Content", "Series", "InstanceCreation"):
+        setattr(segmentation, f"{kind}Date", moment.strftime("%Y%m%d"))
+        setattr(segmentation, f"{kind}Time", moment.strftime("%H%M%S"))
+
+
+@lru_cache
+def _library(name: str) -> Any:
+    """A module of the extra `dicom`, without the warnings that quote headers."""
+    try:
+        found = import_module(name)
+    except ImportError as error:
+        raise SettingError("DICOM images need two more packages; pip install 'dltta[dicom]'") from error
+    warnings.filterwarnings("ignore", module=r"pydicom|highdicom|dltta\.data\.dicom")
+    for logger in ("pydicom", "highdicom"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    return found

@@ -1,0 +1,60 @@
+"""7 prediction. How does the answer for a case become a file beside which its image could lie?
+
+An answer has the format, size, spacing and orientation of the image: `NAME.png`, `NAME.tif`, `NAME.nii.gz`, or a DICOM
+segmentation `NAME.dcm`. It appears whole or not at all.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from dltta.data.formats import dicom
+from dltta.data.formats.images import Geometry, ending, write_mask, write_volume, writing
+from dltta.data.inbox import PROBABILITIES, Incoming
+from dltta.errors import DataError
+
+
+def write_answer(
+    folder: Path | str, case: Incoming, labels: ArrayLike, geometry: Geometry, classes: Sequence[str]
+) -> Path:
+    """Writes class values (*spatial) for a case and says where; `classes[i]` names value i, 0 is background."""
+    path = _apart(Path(folder), case) / f"{case.name}{ending(case.files[0]) or '.dcm'}"
+    highest = int(np.asarray(labels).max(initial=0))
+    if highest >= len(classes):
+        raise DataError(f"{path}: class value {highest} has no name among {len(classes)}; name all classes")
+    if case.kind == "dicom":
+        dicom.write_segmentation(path, labels, geometry, classes)
+    else:
+        write_mask(path, labels, geometry)
+    return path
+
+
+def write_probabilities(folder: Path | str, case: Incoming, probabilities: ArrayLike, geometry: Geometry) -> Path:
+    """Writes probabilities (C, *spatial) for a case and says where.
+
+    A NIfTI image gets a 4-D NIfTI file, classes along the last axis, on the image's grid. Others get nnU-Net's `.npz`
+    with the key `probabilities`, axes as given. Both hold float32.
+    """
+    values = np.asarray(probabilities, dtype=np.float32)
+    nifti = case.kind == "nifti"
+    path = _apart(Path(folder), case) / f"{case.name}{PROBABILITIES}{'.nii.gz' if nifti else '.npz'}"
+    if values.shape[1:] != geometry.shape:
+        raise DataError(
+            f"{path}: probabilities have their image's size {geometry.shape}, found {values.shape[1:]}; resize them"
+        )
+    with writing(path) as file:
+        if nifti:
+            volume = values if values.ndim == 4 else values[..., None]
+            write_volume(file, np.moveaxis(volume, 0, -1), geometry, compressed=True)
+        else:
+            np.savez_compressed(file, probabilities=values)
+    return path
+
+
+def _apart(folder: Path, case: Incoming) -> Path:
+    """The folder for answers, which is not one that images come from: the next look would take them for images."""
+    if folder.exists() and any(file.parent.exists() and folder.samefile(file.parent) for file in case.files):
+        raise DataError(f"{folder}: images come from this folder; choose another one for the answers")
+    return folder

@@ -1,0 +1,484 @@
+"""Source training and every stream of an experiment, resumable: what `dltta bench` and `dltta demo` run.
+
+OUT/
+  models/seed_0/…         one source model per seed; METHOD_TARGET_seed_0 for methods that learn with target images
+  streams/KEY.json        one finished stream each; never run twice
+  examples/KEY.npz        answers for the cases that the report shows
+  results.json            everything, from which tables and report are made
+  table.md table.tex table.csv report.html
+"""
+
+import io
+import json
+import multiprocessing
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+
+from dltta.config import (
+    MATCHED,
+    METHODS,
+    RECOMMENDED,
+    UDA,
+    WITHOUT_RATE,
+    AdaptationSettings,
+    default_architecture,
+    default_preprocessing,
+    make_adapter,
+    make_uda,
+    open_dataset,
+    require,
+    split_rate,
+)
+from dltta.data.case import Case, Dataset, Task
+from dltta.data.preprocessing import Preprocessed
+from dltta.errors import DataError, SettingError
+from dltta.evaluation import (
+    Example,
+    Keep,
+    Provenance,
+    Results,
+    Stream,
+    by_target,
+    checksum,
+    csv_text,
+    gather_examples,
+    latex,
+    markdown,
+    method_label,
+    run_stream,
+    write_report,
+)
+from dltta.files import write_atomically
+from dltta.models.io.checkpoint import Checkpoint, load_checkpoint, weights_checksum
+from dltta.predictor import SlidingWindows
+from dltta.training import SourceTraining, TrainingSettings
+from dltta.training.examples import gather, split_by_group
+from dltta.training.fit import Report
+from dltta.training.uda import UDATraining
+from dltta.version import __version__
+
+VALIDATION = "validation"  # as a target: the source cases that training did not see
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Source × targets × methods × rates × seeds × orders.
+
+    Sites are folders, below `root` if that is given, or names such as `phantom:…` (see `open_dataset`). `in_domain` is
+    where the unadapted network is scored at home: a site, "none", or the source cases kept for validation. Models,
+    streams and examples are kept in `work`, which several experiments may share, or else in `output`.
+    """
+
+    source: tuple[str, ...]
+    targets: tuple[str, ...]
+    output: str
+    work: str | None = None
+    root: str | None = None  # where it is does not decide what comes out: not part of the description
+    in_domain: str = VALIDATION
+    methods: tuple[str, ...] = METHODS
+    rates: tuple[str, ...] = ("fixed", "dynamic")
+    seeds: int = 1
+    orders: int = 1
+    network: str | None = None
+    network_options: Mapping[str, Any] = field(default_factory=dict)
+    size: tuple[int, ...] | None = None
+    examples: int = 3
+    training: TrainingSettings = field(default_factory=TrainingSettings)
+    adaptation: AdaptationSettings = field(default_factory=AdaptationSettings)
+    uda: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # settings of methods that learn with targets
+
+    def __post_init__(self) -> None:
+        for method in self.methods:
+            require("method", method, (*METHODS, *UDA))
+        for method, settings in self.uda.items():
+            make_uda(method, settings)
+        for rate in self.rates:
+            split_rate(rate)
+        if not self.source or not self.targets:
+            raise SettingError("an experiment needs at least one source site and one target site")
+        if self.seeds < 1 or self.orders < 1:
+            raise SettingError(f"seeds and orders must be at least 1, got {self.seeds} and {self.orders}")
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.output)
+
+    @property
+    def work_folder(self) -> Path:
+        return Path(self.work or self.output)
+
+    def describe(self) -> dict[str, Any]:
+        """The whole configuration as JSON; what two runs must share to share their streams."""
+        description: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        del description["output"], description["work"], description["root"]
+        return description
+
+    def open(self, spec: str) -> Dataset:
+        """A site by its name in this experiment."""
+        form, colon, folder = spec.rpartition(":")
+        below_root = self.root is not None and form in ("", "slices")
+        return open_dataset(f"{form}{colon}{Path(self.root or '', folder)}" if below_root else spec)
+
+    def jobs(self) -> list["Job"]:
+        """Every stream, unadapted ones first; methods without a loss run once whatever the rates."""
+        home = [] if self.in_domain == "none" else [self.in_domain]
+        jobs = [Job(target, "source", "none", seed, 0) for target in home for seed in range(self.seeds)]
+        for seed in range(self.seeds):
+            for target in self.targets:
+                for order in range(self.orders):
+                    for method in self.methods:
+                        rates = self._rates(method)
+                        jobs += [Job(target, method, rate, seed, order) for rate in rates]
+        return jobs
+
+    def _rates(self, method: str) -> tuple[str, ...]:
+        """Those of a method; without a loss there is none, but statistics may differ. Dynamic comes before matched."""
+        if method in WITHOUT_RATE:
+            recommended = method == "ptbn" and RECOMMENDED in self.rates
+            return ("none", RECOMMENDED) if recommended else ("none",)
+        return tuple(sorted(self.rates, key=lambda rate: rate == MATCHED))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One stream: the unit of work."""
+
+    target: str
+    method: str
+    rate: str
+    seed: int
+    order: int
+
+    @property
+    def model(self) -> str:
+        """The name of the model that is run; methods that learn with target images have one for each target."""
+        seed = f"seed_{self.seed}"
+        return f"{self.method}_{_file_name(self.target)}_{seed}" if self.method in UDA else seed
+
+
+@dataclass(frozen=True)
+class Bench:
+    """An experiment with its models trained and its data read once: what decides the outcome of every stream."""
+
+    experiment: Experiment
+    models: Mapping[str, str]  # by name: checksum of the weights
+    data: Mapping[tuple[str, int], str]  # target and seed: checksum of the images as the network takes them
+    calibrations: Mapping[str, str | None]  # by name of the model
+
+    def key(self, job: Job) -> str:
+        """A file name that changes when anything that decides the stream's outcome changes."""
+        decisive = [
+            asdict(job),
+            self.experiment.adaptation.deciding(job.method, job.rate),
+            self.experiment.training.seed,
+            self.models[job.model],
+            self.data[job.target, job.seed],
+            __version__,
+        ]
+        if self.experiment.adaptation.measures(job.rate):
+            decisive.append(self.calibrations.get(job.model))
+        digest = sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:12]
+        return f"{_file_name(job.target)}_{job.method}_{job.rate}_seed{job.seed}_order{job.order}_{digest}"
+
+    def stream_file(self, job: Job) -> Path:
+        return self.experiment.work_folder / "streams" / f"{self.key(job)}.json"
+
+    def example_file(self, job: Job) -> Path:
+        return self.experiment.work_folder / "examples" / f"{self.key(job)}.npz"
+
+
+class Listener:
+    """What an experiment tells while it runs; every method may be left as it is."""
+
+    def training(self, seed: int) -> Report:
+        return lambda *at: None
+
+    def streams(self, total: int) -> Callable[[Job], None]:
+        return lambda job: None
+
+
+def run_experiment(
+    experiment: Experiment,
+    *,
+    device: str = "cpu",
+    processes: int = 1,
+    listener: Listener | None = None,
+    notes: Sequence[str] = (),
+) -> Results:
+    """Train what is not trained, run what is not run, and write results, tables and report (with `notes` on top)."""
+    listener = listener or Listener()
+    bench, models = prepare(experiment, device, listener)
+    jobs = experiment.jobs()
+    waiting = [job for job in jobs if not bench.stream_file(job).is_file()]
+    tick = listener.streams(len(jobs))
+    for job in jobs:
+        if job not in waiting:
+            tick(job)
+    if processes == 1:
+        for job in waiting:
+            run_job(bench, job, device)
+            tick(job)
+    else:
+        _run_in_processes(bench, waiting, device, processes, tick)
+    results = collect_results(bench, jobs)
+    write_outputs(experiment, results, gather_shown(bench, jobs, models[0]), models[0], notes)
+    return results
+
+
+def prepare(
+    experiment: Experiment, device: str = "cpu", listener: Listener | None = None
+) -> tuple[Bench, dict[int, Checkpoint]]:
+    """Look at the sites, train what is not trained, read the data once; the models by seed."""
+    listener = listener or Listener()
+    _check_sites(experiment)
+    models = {seed: train_source(experiment, seed, device, listener.training(seed)) for seed in range(experiment.seeds)}
+    weights = {f"seed_{seed}": _weights(model) for seed, model in models.items()}
+    for job in experiment.jobs():
+        if job.model not in weights:
+            report = listener.training(job.seed)
+            weights[job.model] = _weights(train_uda(experiment, job, models[job.seed], device, report))
+    measured = {
+        f"seed_{seed}": None if model.calibration is None else model.calibration.checksum()
+        for seed, model in models.items()
+    }
+    return Bench(experiment, weights, _data(experiment, models), measured), models
+
+
+def train_source(experiment: Experiment, seed: int, device: str, report: Report) -> Checkpoint:
+    """The source model of one seed, trained or continued or found."""
+    sites = [experiment.open(spec) for spec in experiment.source]
+    training = SourceTraining(
+        sites,
+        default_architecture(sites[0], experiment.network, experiment.network_options),
+        default_preprocessing(sites[0], experiment.size),
+        replace(experiment.training, seed=experiment.training.seed + seed),
+        _model_folder(experiment, f"seed_{seed}"),
+        torch.device(device),
+        resume=True,
+        report=report,
+    )
+    return training.run()
+
+
+def train_uda(experiment: Experiment, job: Job, source: Checkpoint, device: str, report: Report) -> Checkpoint:
+    """The model that learned with all unlabeled images of the job's target, trained or continued or found."""
+    sites = [experiment.open(spec) for spec in experiment.source]
+    training = UDATraining(
+        make_uda(job.method, experiment.uda.get(job.method, {})),
+        sites,
+        [experiment.open(job.target)],
+        default_architecture(sites[0], experiment.network, experiment.network_options),
+        source.preprocessing,
+        replace(experiment.training, seed=experiment.training.seed + job.seed),
+        _model_folder(experiment, job.model),
+        torch.device(device),
+        resume=True,
+        report=report,
+        source_model=source,
+    )
+    return training.run()
+
+
+def run_job(bench: Bench, job: Job, device: str) -> None:
+    """Run one stream and write it down; both files appear whole or not at all, the stream last."""
+    experiment = bench.experiment
+    checkpoint, dataset, order = open_stream(experiment, job, device)
+    settings = experiment.adaptation.for_task(checkpoint.task)
+    shown = Keep(dataset[i].name for i in _shown(len(dataset), experiment.examples))
+    rate = job.rate if job.rate != MATCHED else f"fixed:{_dynamic_mean(bench, job, device)!r}"
+    adapter = make_adapter(checkpoint, job.method, rate, settings)
+    patch = experiment.training.patch
+    steps = adapter if patch is None else SlidingWindows(adapter, patch)
+    record = run_stream(steps, dataset, order, batch_size=settings.batch_size or 1, collect=shown)
+    source = "+".join(checkpoint.record["sites"])
+    stream = Stream.of(record, source=source, method=job.method, rate=job.rate, seed=job.seed, order=job.order)
+    provenance = Provenance.collect(seeds=[job.seed], data={dataset.site: bench.data[job.target, job.seed]})
+    _save_answers(bench.example_file(job), shown)
+    Results(asdict(job), provenance, (stream,)).write(bench.stream_file(job))
+
+
+def _dynamic_mean(bench: Bench, job: Job, device: str) -> float:
+    """The mean rate of the dynamic stream that this one is matched to, which is run if it was not."""
+    dynamic = replace(job, rate="dynamic")
+    if not bench.stream_file(dynamic).is_file():
+        run_job(bench, dynamic, device)
+    (stream,) = Results.load(bench.stream_file(dynamic)).streams
+    return fmean(case.rate for case in stream.cases if case.rate is not None)
+
+
+def open_stream(experiment: Experiment, job: Job, device: str) -> tuple[Checkpoint, Dataset, list[int]]:
+    """The trained model, the images as it takes them, and the order in which they come."""
+    checkpoint = load_checkpoint(_model_folder(experiment, job.model))
+    checkpoint.model.to(device)
+    dataset = _dataset(experiment, job.target, job.seed, checkpoint)
+    order = np.random.default_rng([experiment.training.seed, job.order]).permutation(len(dataset)).tolist()
+    return checkpoint, dataset, order
+
+
+def collect_results(bench: Bench, jobs: Sequence[Job]) -> Results:
+    """All finished streams in one, without their timings: stopping and continuing leaves no trace."""
+    single = [Results.load(bench.stream_file(job)) for job in jobs]
+    data = {site: value for result in single for site, value in result.provenance.data.items()}
+    seeds = tuple(bench.experiment.training.seed + seed for seed in range(bench.experiment.seeds))
+    provenance = replace(single[0].provenance, seeds=seeds, data=data)
+    streams = tuple(_untimed(stream) for result in single for stream in result.streams)
+    return Results(bench.experiment.describe(), provenance, streams)
+
+
+def _untimed(stream: Stream) -> Stream:
+    return replace(stream, cases=tuple(replace(case, seconds=None) for case in stream.cases))
+
+
+def write_outputs(
+    experiment: Experiment,
+    results: Results,
+    examples: Sequence[Example],
+    checkpoint: Checkpoint,
+    notes: Sequence[str],
+) -> None:
+    """Results, tables in three formats, and the report."""
+    folder = experiment.folder
+    results.write(folder / "results.json")
+    write_tables(folder, results)
+    write_report(folder / "report.html", results, examples=examples, training=training_curves(checkpoint), notes=notes)
+
+
+def write_tables(folder: Path, results: Results) -> None:
+    """The table of methods by target in three formats; the same results give the same bytes."""
+    table = by_target(results)
+    for name, text in (("md", markdown(table)), ("tex", latex(table)), ("csv", csv_text(table))):
+        write_atomically(folder / f"table.{name}", text)
+
+
+def training_curves(checkpoint: Checkpoint) -> dict[str, list[float]]:
+    """What the report draws of source training: each loss by epoch."""
+    curves: dict[str, list[float]] = {}
+    for row in checkpoint.record.get("history", []):
+        if row["stage"] == "task":
+            for name in ("task", "rotation"):
+                if name in row:
+                    curves.setdefault(f"{name} loss", []).append(row[name])
+            if row["score"] is not None:
+                curves.setdefault(f"validation {checkpoint.record['metric']}", []).append(row["score"])
+        else:
+            curves.setdefault("reconstruction error", []).append(row["validation"])
+    return curves
+
+
+def gather_shown(bench: Bench, jobs: Sequence[Job], checkpoint: Checkpoint) -> list[Example]:
+    """The examples of the first target, seed and order, with every method's answer."""
+    target = bench.experiment.targets[0]
+    first = [job for job in jobs if (job.target, job.seed, job.order) == (target, 0, 0)]
+    dataset = _dataset(bench.experiment, target, 0, checkpoint)
+    cases = {dataset[i].name: dataset[i] for i in _shown(len(dataset), bench.experiment.examples)}
+    kept = {method_label(job.method, job.rate): _load_answers(bench, job, cases) for job in first}
+    return gather_examples(kept, dataset.classes)
+
+
+@dataclass(frozen=True)
+class Subset:
+    """Some cases of one or several sites, as a data set of its own."""
+
+    cases: tuple[Case, ...]
+    site: str
+    task: Task
+    classes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.cases)
+
+    def __getitem__(self, index: int) -> Case:
+        return self.cases[index]
+
+
+def _dataset(experiment: Experiment, target: str, seed: int, checkpoint: Checkpoint) -> Dataset:
+    if target != VALIDATION:
+        return Preprocessed(experiment.open(target), checkpoint.preprocessing)
+    sites = [experiment.open(spec) for spec in experiment.source]
+    cases = gather(sites)
+    _, chosen = split_by_group(cases, experiment.training.validation, experiment.training.seed + seed)
+    if not chosen:
+        raise DataError("training kept no cases for validation, so there is no in-domain score; give in_domain a site")
+    name = "+".join(site.site for site in sites)
+    held_out = Subset(tuple(cases[i] for i in chosen), name, sites[0].task, sites[0].classes)
+    return Preprocessed(held_out, checkpoint.preprocessing)
+
+
+def _data(experiment: Experiment, models: Mapping[int, Checkpoint]) -> dict[tuple[str, int], str]:
+    """Checksums of every data set; only the validation cases differ from seed to seed."""
+    sums: dict[tuple[str, int], str] = {}
+    for target in {job.target for job in experiment.jobs()}:
+        for seed, model in models.items():
+            if seed and target != VALIDATION:
+                sums[target, seed] = sums[target, 0]
+            else:
+                sums[target, seed] = checksum(_dataset(experiment, target, seed, model))
+    return sums
+
+
+def _weights(checkpoint: Checkpoint) -> str:
+    """Checksum of the network and its auxiliary parts."""
+    parts = [checkpoint.model]
+    parts += [checkpoint.rotation.head] if checkpoint.rotation else []
+    parts += [checkpoint.reconstructions.autoencoders] if checkpoint.reconstructions else []
+    return weights_checksum(*parts)
+
+
+def _check_sites(experiment: Experiment) -> None:
+    """Before anything is trained: every site opens, and all have the same task and classes."""
+    specs = (*experiment.source, *(job.target for job in experiment.jobs() if job.target != VALIDATION))
+    sites = [experiment.open(spec) for spec in dict.fromkeys(specs)]
+    for site in sites[1:]:
+        if (site.task, site.classes) != (sites[0].task, sites[0].classes):
+            raise DataError(
+                f"{site.site} has {site.task} of {', '.join(site.classes)}, "
+                f"{sites[0].site} {sites[0].task} of {', '.join(sites[0].classes)}"
+            )
+
+
+def _run_in_processes(
+    bench: Bench, jobs: Sequence[Job], device: str, processes: int, tick: Callable[[Job], None]
+) -> None:
+    threads = max(1, torch.get_num_threads() // processes)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, torch.set_num_threads, (threads,)) as pool:
+        running = {pool.submit(run_job, bench, job, device): job for job in jobs}
+        for finished in as_completed(running):
+            finished.result()
+            tick(running[finished])
+
+
+def _shown(count: int, wanted: int) -> list[int]:
+    """Evenly spread positions, so that examples are not chosen by how they turned out."""
+    return sorted({round(i) for i in np.linspace(0, count - 1, min(wanted, count))})
+
+
+def _model_folder(experiment: Experiment, model: str) -> Path:
+    return experiment.work_folder / "models" / model
+
+
+def _file_name(target: str) -> str:
+    return Path(target).name.replace(":", "-")
+
+
+def _save_answers(path: Path, kept: Keep) -> None:
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, allow_pickle=False, **kept.answers)
+    write_atomically(path, buffer.getvalue())
+
+
+def _load_answers(bench: Bench, job: Job, cases: Mapping[str, Case]) -> Keep:
+    kept = Keep(cases)
+    rows = {row.case: row for row in Results.load(bench.stream_file(job)).streams[0].cases}
+    with np.load(bench.example_file(job)) as saved:
+        for name, case in cases.items():
+            kept.cases[name], kept.rows[name], kept.answers[name] = case, rows[name], saved[name]
+    return kept

@@ -1,0 +1,200 @@
+"""What each method would do to a network: tried on one image, so that what works here works in a stream."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from dltta.config import METHODS, make_objective
+from dltta.core.adapter import Adapter
+from dltta.core.objectives import Objective
+from dltta.core.rates import Fixed
+from dltta.errors import DlttaError
+from dltta.models.inspection import Anatomy, Layer, count, look, statistics_changed
+from dltta.models.io.opened import OpenedModel
+from dltta.models.io.probing import SIZES, noise
+
+MEMORY = 20  # images in the memory of the paper's segmentations
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One method on one network. Whether it works, what it would move, and if not, why."""
+
+    method: str
+    works: bool
+    why: str | None = None
+    tensors: int = 0  # that move
+    parameters: int = 0  # numbers in them
+    share: float = 0.0  # of the network's parameters
+    added: int = 0  # of the parameters that move, those put into the network
+    statistics: int = 0  # layers that normalize by the test batch instead of the training set
+
+
+@dataclass(frozen=True)
+class Overview:
+    """A network and what can be done with it."""
+
+    opened: OpenedModel
+    size: tuple[int, ...]
+    assumed: bool  # nobody said what size fits
+    anatomy: Anatomy
+    trials: tuple[Trial, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        opened, anatomy = self.opened, self.anatomy
+        return {
+            "model": opened.name,
+            "kind": opened.kind,
+            "fingerprint": opened.fingerprint,
+            "task": opened.task,
+            "classes": list(opened.classes),
+            "activation": opened.activation,
+            "window": None if opened.window is None else asdict(opened.window),
+            "network": {**asdict(anatomy), "memory": {"images": MEMORY, "bytes": MEMORY * anatomy.bytes_per_image}},
+            "methods": {
+                trial.method: {k: v for k, v in asdict(trial).items() if k != "method"} for trial in self.trials
+            },
+        }
+
+    def tables(self) -> RenderableType:
+        """For a screen of 80 columns or more."""
+        parts = (_heading(self), _layers(self.anatomy), _normalizations(self.anatomy), _methods(self), _memory(self))
+        return Group(*(line for part in parts for line in (part, Text(""))))
+
+
+def overview(
+    opened: OpenedModel,
+    size: tuple[int, ...] | None = None,
+    *,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Overview:
+    """Looks at the network and takes one step with every method, on an image of noise of this size."""
+    known = size or opened.size
+    chosen = known or (SIZES[opened.spatial_dims][0],) * opened.spatial_dims
+    like = next(opened.model.parameters(), None)
+    x = noise(opened.in_channels, chosen).to(like if like is not None else "cpu")
+    anatomy = look(opened.model, x)
+    trials = []
+    for number, method in enumerate(METHODS):
+        progress(number, len(METHODS))
+        trials.append(_try(opened, method, x))
+    progress(len(METHODS), len(METHODS))
+    return Overview(opened, chosen, known is None, anatomy, tuple(trials))
+
+
+def _try(opened: OpenedModel, method: str, x: Tensor) -> Trial:
+    try:
+        objective = make_objective(method, opened)
+        adapter = Adapter(opened.model, objective, Fixed(1e-3) if isinstance(objective, Objective) else None)
+        adapter.step(x, case=f"an image of {_by(x.shape[2:])}")
+    except DlttaError as error:
+        return Trial(method, False, " ".join(str(error).split()))
+    moving = adapter.adapted_parameters()
+    own = {name for name, _ in opened.model.named_parameters()}
+    numbers = sum(parameter.numel() for parameter in moving.values())
+    return Trial(
+        method,
+        True,
+        tensors=len(moving),
+        parameters=numbers,
+        share=numbers / count(opened.model),
+        added=sum(parameter.numel() for name, parameter in moving.items() if name not in own),
+        statistics=statistics_changed(opened.model, adapter.model),
+    )
+
+
+def _heading(seen: Overview) -> Text:
+    opened, anatomy = seen.opened, seen.anatomy
+    assumed = ", a size nobody asked for: give --size" if seen.assumed else ""
+    window = "" if opened.window is None else f", windows of {_by(opened.window.patch)}"
+    return Text(
+        f"{opened.name}: {anatomy.kind} ({opened.kind}), {opened.task} of {', '.join(opened.classes)}{window}\n"
+        f"{anatomy.parameters:,} parameters; tried with {_by(anatomy.input)}{assumed}, gives {_by(anatomy.output)}"
+    )
+
+
+def _layers(anatomy: Anatomy) -> RenderableType:
+    table = _table("layer", "type", "output", "parameters")
+    hidden: dict[str, int] = {}
+    before: tuple[int, ...] | None = anatomy.input
+    for layer in anatomy.layers:
+        if layer.parameters == 0 and not layer.repeats and layer.output in (before, None):
+            hidden[layer.kind] = hidden.get(layer.kind, 0) + 1
+            continue
+        before = layer.output
+        kind = f"{layer.repeats} x {layer.kind}" if layer.repeats else layer.kind
+        table.add_row(layer.name, kind, _output(layer), f"{layer.parameters:,}")
+    if not hidden:
+        return table
+    kinds = ", ".join(f"{number} {kind}" for kind, number in hidden.items())
+    return Group(table, Text(f"without parameters and not shown: {kinds}", style="dim"))
+
+
+def _output(layer: Layer) -> str:
+    return _by(layer.output) if layer.output is not None else "-"
+
+
+def _normalizations(anatomy: Anatomy) -> RenderableType:
+    if not anatomy.normalization:
+        return Text("no normalization layers")
+    table = _table("normalization", "layers", "scale and shift", "statistics of the training set")
+    for found in anatomy.normalization:
+        table.add_row(found.kind, str(found.layers), str(found.affine), str(found.stored))
+    return table
+
+
+def _methods(seen: Overview) -> RenderableType:
+    table = _table("method", "tensors", "parameters", "share", "what it does, or why it does not work")
+    for trial in seen.trials:
+        if not trial.works:
+            table.add_row(trial.method, "-", "-", "-", Text(f"no: {trial.why}"))
+        else:
+            numbers = (
+                (str(trial.tensors), f"{trial.parameters:,}", f"{trial.share:.2%}") if trial.tensors else ("0",) * 3
+            )
+            table.add_row(trial.method, *numbers, _words(trial))
+    return table
+
+
+def _words(trial: Trial) -> str:
+    moved = trial.parameters - trial.added
+    parts = [
+        f"moves {trial.tensors} tensors of the network" if moved and not trial.added else "",
+        f"moves layers of {trial.added:,} parameters that are put into the network" if trial.added else "",
+        f"test statistics in {trial.statistics} normalization layers" if trial.statistics else "",
+    ]
+    return "; ".join(part for part in parts if part) or "runs the network as it was trained"
+
+
+def _memory(seen: Overview) -> Text:
+    anatomy = seen.anatomy
+    if anatomy.feature_layer is None:
+        return Text("no layer can serve as features by itself; name one for a memory")
+    return Text(
+        f"default feature layer: {anatomy.feature_layer}, keys of {_by(anatomy.key)}; "
+        f"a memory of {MEMORY} images takes {_bytes(MEMORY * anatomy.bytes_per_image)}"
+    )
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        numeric = column in ("parameters", "layers", "tensors", "share", "output")
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric)
+    return table
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "1"
+
+
+def _bytes(number: int) -> str:
+    size, units = float(number), ["bytes", "KiB", "MiB", "GiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.3g} {units[0]}"

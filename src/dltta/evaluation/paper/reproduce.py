@@ -1,0 +1,533 @@
+"""The paper's tables and figures, ours beside the published numbers: what `dltta reproduce` runs.
+
+ROOT/
+  work/TASK/…             models and streams that all names of a task share; never trained or run twice
+  NAME/RUN/…              results.json, tables and report of each experiment
+  NAME/table.md table.tex table.csv
+  NAME/figure.png         for figures; figure-loss also has curves.json
+Names end in `-phantom` on synthetic scanners.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from dltta.config import METHODS, PAPER, AdaptationSettings, make_adapter, make_uda, open_dataset, require
+from dltta.core.objectives import Objective, Tent
+from dltta.data.case import Task
+from dltta.data.check import check_published
+from dltta.data.datasets.oct import LAYERS
+from dltta.data.datasets.prostate import SITES
+from dltta.errors import DataError, SettingError
+from dltta.evaluation import CaseRecord, Example, Results
+from dltta.evaluation.demo import NOTES, demo_experiment
+from dltta.evaluation.examples import Array
+from dltta.evaluation.experiment import (
+    VALIDATION,
+    Experiment,
+    Job,
+    Listener,
+    gather_shown,
+    open_stream,
+    prepare,
+    run_experiment,
+)
+from dltta.evaluation.paper.figures import Curve, loss_figure, retrieval_figure, segmentation_figure
+from dltta.evaluation.paper.published import (
+    Cell,
+    Comparison,
+    ComparisonRow,
+    Number,
+    Place,
+    Published,
+    compare,
+    comparison_csv,
+    comparison_latex,
+    comparison_markdown,
+    ours_only,
+)
+from dltta.evaluation.tables import NAMES as METHOD_NAMES
+from dltta.evaluation.tables import method_label
+from dltta.files import write_atomically
+from dltta.metrics import CLASSIFICATION_METRICS
+from dltta.models.predictions import entropy
+from dltta.training import TrainingSettings
+from dltta.training.uda import cyclegan, style, swav, udas
+
+Bed = Literal["oct", "histology", "prostate"]
+TASKS: dict[Bed, Task] = {"oct": "segmentation", "histology": "classification", "prostate": "segmentation"}
+DATA_SETS: dict[Bed, str] = {"oct": "oct", "histology": "camelyon17", "prostate": "prostate"}
+Files = dict[str, bytes | str]  # by name
+ALIASES = {"camelyon17": "histology"}
+
+RATES = (1e-3, 2e-3, 3e-3, 4e-3, 5e-3)
+SIZES = (6, 8, 10, 12, 14)
+STEPS = (1, 4, 8)
+ORDERS = 5
+ITERATIONS = 10  # of image-specific adaptation
+ADAPTED = ("ttt", "tent", "atta")
+
+WITH_TARGET: dict[Bed, tuple[str, ...]] = {  # rows of methods that learn with the images of the test site
+    "oct": ("uda-st", "cyclegan", "udas"),
+    "histology": ("uda-swav",),
+    "prostate": ("udas",),
+}
+REDUCED: dict[str, dict[str, Any]] = {  # on phantoms: a minute or two for each target on two cores
+    "uda-st": style.PHANTOM,
+    "cyclegan": cyclegan.PHANTOM,
+    "udas": udas.PHANTOM,
+    "uda-swav": swav.PHANTOM,
+}
+
+PROSTATE_TARGETS = tuple(site for letter, site in SITES.items() if letter != "A")
+
+ON_PHANTOMS = "Synthetic scanners, reduced size; not comparable with the published column."
+ON_PUBLISHED_DATA = "Ours: the published data, read from disk."
+EXAMPLES = 4  # kept of every stream; two of them are drawn
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What one call asks for. Without `data` the synthetic scanners are used."""
+
+    root: Path
+    data: Path | None = None
+    seeds: int = 1
+    seed: int = 0
+    epochs: int | None = None  # None: the paper's 100, the demo's on phantoms
+    weights: Path | None = None  # ImageNet weights of the histology network
+    test_time_only: bool = False  # leave out the rows of methods that learn with target images
+
+    @property
+    def about(self) -> str:
+        return ON_PHANTOMS if self.data is None else ON_PUBLISHED_DATA
+
+    def folder(self, name: str) -> Path:
+        return self.root / (f"{name}-phantom" if self.data is None else name)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The experiments behind one table or figure, by name, and where each column finds its number."""
+
+    experiments: dict[str, Experiment]
+    places: dict[str, Place]
+
+
+# ---- what the paper's three tasks are
+
+
+def base_experiment(bed: Bed, setup: Setup) -> Experiment:
+    """The paper's comparison of methods on one task: every method, both rates, the paper's settings.
+
+    All settings are written out, so that experiments which agree in what decides a stream share it.
+    """
+    if setup.data is None:
+        base = _on_phantoms(bed, setup)
+    else:
+        base = _on_published_data(bed, _folder_of(bed, setup.data), setup)
+    training = base.training if setup.epochs is None else replace(base.training, epochs=setup.epochs)
+    return replace(
+        base,
+        work=str(setup.folder(f"work/{bed}{_other_than_usual(setup)}")),
+        methods=METHODS if setup.test_time_only else (*METHODS, *WITH_TARGET[bed]),
+        uda={method: REDUCED[method] for method in WITH_TARGET[bed]} if setup.data is None else {},
+        seeds=setup.seeds,
+        examples=EXAMPLES,
+        training=training,
+        adaptation=base.adaptation.for_task(TASKS[bed]),
+    )
+
+
+def _on_phantoms(bed: Bed, setup: Setup) -> Experiment:
+    """The demo's sizes, at the sites of the paper's table."""
+    demo = demo_experiment(bed, str(setup.root), seed=setup.seed, quick=False)
+    phantom, task, _, count, seed = demo.targets[0].split(":")
+    sites = {"oct": ("cirrus",), "histology": ("hospital_1", "hospital_2"), "prostate": PROSTATE_TARGETS}[bed]
+    return replace(demo, targets=tuple(":".join((phantom, task, site, count, seed)) for site in sites))
+
+
+def _on_published_data(bed: Bed, folder: Path, setup: Setup) -> Experiment:
+    """Batch sizes of source training and the share for validation are ours; the paper does not give them."""
+    common = TrainingSettings(seed=setup.seed, with_=("ttt", "atta"))
+    match bed:
+        case "oct":
+            return Experiment(
+                source=(f"oct:spectralis:train+val@{folder}",),
+                targets=(f"oct:cirrus@{folder}",),
+                in_domain=f"oct:spectralis:test@{folder}",
+                output=str(setup.root),
+                training=common,
+            )
+        case "histology":
+            return Experiment(
+                source=(f"camelyon17:train@{folder}",),
+                targets=(f"camelyon17:center_1@{folder}", f"camelyon17:center_2@{folder}"),
+                in_domain=f"camelyon17:id_val@{folder}",
+                output=str(setup.root),
+                network_options={"weights": str(setup.weights)} if setup.weights else {},
+                training=replace(common, batch_size=32, validation=0.0),
+            )
+        case "prostate":
+            return Experiment(
+                source=(f"prostate:A@{folder}",),
+                targets=tuple(f"prostate:{site}@{folder}" for site in PROSTATE_TARGETS),
+                output=str(setup.root),
+                training=replace(common, batch_size=4, patch=(80, 80, 80)),
+            )
+
+
+def _folder_of(bed: Bed, data: Path) -> Path:
+    """The data set's own folder, also when `data` holds several."""
+    inside = data / DATA_SETS[bed]
+    return inside if inside.is_dir() else data
+
+
+def _other_than_usual(setup: Setup) -> str:
+    """Models of other seeds, lengths or initial weights are kept apart."""
+    seed = f"-seed{setup.seed}" if setup.seed else ""
+    weights = f"-{setup.weights.stem}" if setup.weights else ""
+    return f"{seed}{'' if setup.epochs is None else f'-epochs{setup.epochs}'}{weights}"
+
+
+def _require_data(bed: Bed, setup: Setup) -> None:
+    """Nothing, or one line that says what is missing in the folder of published data."""
+    if setup.data is None:
+        return
+    name, folder = DATA_SETS[bed], _folder_of(bed, setup.data)
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {folder}; `dltta data card {name}` says how to get the data")
+    base = base_experiment(bed, setup)
+    homes = () if base.in_domain == VALIDATION else (base.in_domain,)
+    try:
+        for spec in (*base.source, *base.targets, *homes):
+            open_dataset(spec)
+    except DataError as error:
+        problems = [str(problem) for problem in check_published(name, folder)] or [str(error)]
+        more = f" | and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise DataError(
+            f"{folder} is not the {name} data set: {' | '.join(problems[:3])}{more} "
+            f"(`dltta data check {folder} --as {name}` lists all)"
+        ) from error
+
+
+# ---- what each table and figure needs
+
+
+def _oct(base: Experiment, setup: Setup) -> Runs:
+    places = {layer: Place("paper", f"dice_{layer}", ("cirrus",)) for layer in LAYERS}
+    return Runs({"paper": base}, {**places, "Average": Place("paper", "dice", ("cirrus",))})
+
+
+def _histology(base: Experiment, setup: Setup) -> Runs:
+    sites = ("hospital_1", "hospital_2") if setup.data is None else ("center_1", "center_2")
+    titles = {"auc": "AUC", "f1": "F1"}
+    places = {
+        f"{letter} {titles.get(metric, metric.capitalize())}": Place("paper", metric, (site,))
+        for letter, site in zip("AB", sites, strict=True)
+        for metric in CLASSIFICATION_METRICS
+    }
+    return Runs({"paper": base}, places)
+
+
+def _prostate(base: Experiment, setup: Setup) -> Runs:
+    places = {letter: Place("paper", "dice", (site,)) for letter, site in SITES.items() if letter != "A"}
+    return Runs({"paper": base}, {**places, "Average": Place("paper", "dice", PROSTATE_TARGETS)})
+
+
+def _initial_rates(base: Experiment, setup: Setup) -> Runs:
+    return Runs(
+        {_alpha_run(alpha): _with(base, alpha=alpha) for alpha in RATES},
+        {_written(alpha): _average(_alpha_run(alpha)) for alpha in RATES},
+    )
+
+
+def _orders(base: Experiment, setup: Setup) -> Runs:
+    places = {f"Order {'ABCDE'[order]}": replace(_average("orders"), order=order) for order in range(ORDERS)}
+    return Runs({"orders": replace(base, orders=ORDERS)}, places)
+
+
+def _image_specific(base: Experiment, setup: Setup) -> Runs:
+    specific = _with(base, mode="image-specific", steps=ITERATIONS)
+    return Runs(
+        {"image-specific": specific, "continual": base},
+        {"Image-specific": _average("image-specific"), "Image-continual": _average("continual")},
+    )
+
+
+def _steps(base: Experiment, setup: Setup) -> Runs:
+    dynamic = replace(base, rates=("dynamic",))
+    return Runs(
+        {f"steps-{steps}": _with(dynamic, steps=steps) for steps in STEPS},
+        {f"{steps}": _average(f"steps-{steps}") for steps in STEPS},
+    )
+
+
+def _retrieval_size(base: Experiment, setup: Setup) -> Runs:
+    places = {f"D = {size}": _average(f"neighbors-{size}") for size in SIZES}
+    fixed = replace(_average(f"neighbors-{PAPER['segmentation'].neighbors}"), rate="fixed")
+    return Runs({f"neighbors-{size}": _with(base, neighbors=size) for size in SIZES}, {"fixed rate": fixed, **places})
+
+
+def _similarity(base: Experiment, setup: Setup) -> Runs:
+    return Runs(
+        {"l2": base, "cosine": _with(base, distance="cosine")}, {"L2": _average("l2"), "cosine": _average("cosine")}
+    )
+
+
+def _static_rates(base: Experiment, setup: Setup) -> Runs:
+    tent = replace(base, methods=("source", "tent"), rates=("fixed",))
+    static = {_alpha_run(alpha): _with(tent, alpha=alpha) for alpha in RATES}
+    return Runs({**static, "dynamic": replace(tent, rates=("dynamic",))}, {})
+
+
+def _tent(base: Experiment, setup: Setup) -> Runs:
+    return Runs({"tent": replace(base, methods=("source", "tent"))}, {})
+
+
+def _with(experiment: Experiment, **changed: object) -> Experiment:
+    """The same experiment with other settings of adaptation."""
+    settings: AdaptationSettings = replace(experiment.adaptation, **changed)  # type: ignore[arg-type]
+    return replace(experiment, adaptation=settings)
+
+
+def _alpha_run(alpha: float) -> str:
+    return f"alpha-{alpha:g}"
+
+
+def _written(alpha: float) -> str:
+    """As the paper writes it: 1e-3."""
+    return f"{1000 * alpha:.0f}e-3"
+
+
+def _average(run: str) -> Place:
+    return Place(run, "dice", ("cirrus",))
+
+
+# ---- figures
+
+
+@dataclass
+class Spread:
+    """Tent's objective, remembering the mean and sd of the entropy over the positions of each image."""
+
+    inner: Objective
+    means: list[float] = field(default_factory=list)
+    sds: list[float] = field(default_factory=list)
+
+    def prepare(self, model: nn.Module, /) -> Sequence[nn.Parameter]:
+        return self.inner.prepare(model)
+
+    def __call__(self, model: nn.Module, x: Tensor, logits: Tensor, /) -> Tensor:
+        values = entropy(logits.detach())
+        self.means.append(values.mean().item())
+        self.sds.append(values.std(unbiased=False).item())
+        return self.inner(model, x, logits)
+
+
+def loss_curve(experiment: Experiment, rate: str, device: str) -> Curve:
+    """The loss of Tent for each image of the first stream, before its update: mean and sd over positions."""
+    job = Job(experiment.targets[0], "tent", rate, 0, 0)
+    checkpoint, dataset, order = open_stream(experiment, job, device)
+    adapter = make_adapter(checkpoint, job.method, job.rate, experiment.adaptation)
+    watched = Spread(Tent())
+    adapter.objective = watched
+    for index in order:
+        case = dataset[index]
+        adapter.step(case.image[None], case=case.name)
+    return Curve(tuple(watched.means), tuple(watched.sds))
+
+
+def _draw_loss(drawing: "Drawing") -> tuple[Files, Comparison]:
+    experiment = drawing.runs.experiments["tent"]
+    curves = {rate: loss_curve(experiment, rate, drawing.device) for rate in ("fixed", "dynamic")}
+    rows = [
+        ComparisonRow(method_label("tent", rate), "tent", rate, tuple(Cell(Number(value)) for value in _moves(curve)))
+        for rate, curve in curves.items()
+    ]
+    columns = ("Mean loss", "Sd from image to image", "Mean change from image to image", "Mean sd over pixels")
+    table = ours_only(drawing.published, columns, rows, drawing.setup.about, digits=4)
+    labels = {method_label("tent", rate): curve for rate, curve in curves.items()}
+    values = json.dumps({label: asdict(curve) for label, curve in labels.items()}, indent=1, ensure_ascii=False) + "\n"
+    return {"figure.png": loss_figure(labels, drawing.setup.about), "curves.json": values}, table
+
+
+def _moves(curve: Curve) -> tuple[float, ...]:
+    """How high the curve is and how much it moves."""
+    changes = [abs(after - before) for before, after in pairwise(curve.means)]
+    return fmean(curve.means), pstdev(curve.means), fmean(changes) if changes else 0.0, fmean(curve.sds)
+
+
+def _draw_retrieval(drawing: "Drawing") -> tuple[Files, Comparison]:
+    table = compare(drawing.published, drawing.runs.places, drawing.results, drawing.setup.about)
+    values = {row.method: [cell.ours.mean for cell in row.cells if cell.ours] for row in table.rows}
+    lines = {METHOD_NAMES[method]: (found[0], found[1:]) for method, found in values.items() if found}
+    return {"figure.png": retrieval_figure(SIZES, lines, drawing.setup.about)}, table
+
+
+def _draw_segmentation(drawing: "Drawing") -> tuple[Files, Comparison]:
+    """The first two kept images for which the memory was ready; when it never was, simply the first two."""
+    shown = {run: _shown(experiment, drawing.device) for run, experiment in drawing.runs.experiments.items()}
+    rows = {run: _tent_rows(results) for run, results in drawing.results.items()}
+    labels = {_alpha_run(alpha): _written(alpha) for alpha in RATES} | {"dynamic": "dynamic"}
+    names = sorted(shown["dynamic"], key=lambda name: rows["dynamic"][name].discrepancy is None)[:2]
+    examples = [
+        replace(shown["dynamic"][name], predictions={said: _answer(shown[run][name]) for run, said in labels.items()})
+        for name in names
+    ]
+    captions = [{said: _caption(said, rows[run][name]) for run, said in labels.items()} for name in names]
+    table_rows = [
+        ComparisonRow(
+            f"Tent, {said}",
+            "tent",
+            "dynamic" if run == "dynamic" else "fixed",
+            tuple(cell for name in names for cell in _dice_and_rate(rows[run][name])),
+        )
+        for run, said in labels.items()
+    ]
+    columns = [f"{name} {what}" for name in names for what in ("Dice, points", "rate x 1000")]
+    table = ours_only(drawing.published, columns, table_rows, drawing.setup.about, digits=2)
+    return {"figure.png": segmentation_figure(examples, captions, drawing.setup.about)}, table
+
+
+def _shown(experiment: Experiment, device: str) -> dict[str, Example]:
+    """Tent's answers for the kept images of the first stream, by image."""
+    bench, models = prepare(replace(experiment, in_domain=experiment.targets[0]), device)
+    jobs = [job for job in experiment.jobs() if job.method == "tent"]
+    return {example.name: example for example in gather_shown(bench, jobs, models[0])}
+
+
+def _tent_rows(results: Results) -> dict[str, CaseRecord]:
+    """Each image in Tent's first stream."""
+    first = next(stream for stream in results.streams if (stream.method, stream.seed, stream.order) == ("tent", 0, 0))
+    return {row.case: row for row in first.cases}
+
+
+def _answer(example: Example) -> Array:
+    return next(iter(example.predictions.values()))
+
+
+def _dice_and_rate(row: CaseRecord) -> tuple[Cell, Cell]:
+    return Cell(Number(100 * row.metrics["dice"])), Cell(Number(1000 * (row.rate or 0.0)))
+
+
+def _caption(label: str, row: CaseRecord) -> str:
+    chosen = f" {row.rate:.1e}" if label == "dynamic" else ""
+    return f"{label}{chosen}\nDice {100 * row.metrics['dice']:.2f}"
+
+
+# ---- names
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What a figure is drawn from."""
+
+    published: Published
+    runs: Runs
+    results: Mapping[str, Results]
+    setup: Setup
+    device: str
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """One table or figure of the paper. `numbers` names the published file when it is another one's."""
+
+    bed: Bed
+    runs: Callable[[Experiment, Setup], Runs]
+    draw: Callable[[Drawing], tuple[Files, Comparison]] | None = None
+    numbers: str | None = None
+
+
+REPRODUCTIONS: dict[str, Reproduction] = {
+    "oct": Reproduction("oct", _oct),
+    "histology": Reproduction("histology", _histology),
+    "prostate": Reproduction("prostate", _prostate),
+    "initial-rates": Reproduction("oct", _initial_rates),
+    "orders": Reproduction("oct", _orders),
+    "image-specific": Reproduction("oct", _image_specific),
+    "steps": Reproduction("oct", _steps),
+    "retrieval-size": Reproduction("oct", _retrieval_size),
+    "similarity": Reproduction("oct", _similarity),
+    "figure-segmentation": Reproduction("oct", _static_rates, _draw_segmentation),
+    "figure-loss": Reproduction("oct", _tent, _draw_loss),
+    "figure-retrieval": Reproduction("oct", _retrieval_size, _draw_retrieval, "retrieval-size"),
+}
+
+
+def chosen(name: str) -> list[str]:
+    """The names that one argument stands for."""
+    require("table or figure", name, (*REPRODUCTIONS, *ALIASES, "all"))
+    return list(REPRODUCTIONS) if name == "all" else [ALIASES.get(name, name)]
+
+
+def runs_of(name: str, setup: Setup) -> Runs:
+    """The experiments of one name, each with its own folder for results and the task's folder for work."""
+    reproduction = REPRODUCTIONS[name]
+    base = base_experiment(reproduction.bed, setup)
+    if name not in TASKS:  # the paper's comparison of all methods
+        base = replace(base, methods=tuple(method for method in base.methods if method in METHODS), uda={})
+    runs = reproduction.runs(base, setup)
+    experiments = {
+        run: replace(experiment, output=str(setup.folder(name) / run)) for run, experiment in runs.experiments.items()
+    }
+    return replace(runs, experiments=experiments)
+
+
+def check(name: str, setup: Setup) -> Runs:
+    """The experiments of one name, once all that can be wrong before they run has been looked at."""
+    if setup.weights is not None and not setup.weights.is_file():
+        raise SettingError(f"there is no file {setup.weights}; give torchvision's state dict of densenet121")
+    runs = runs_of(name, setup)
+    _require_data(REPRODUCTIONS[name].bed, setup)
+    return runs
+
+
+def reproduce(
+    name: str, setup: Setup, *, device: str = "cpu", processes: int = 1, listener: Listener | None = None
+) -> list[Path]:
+    """Run what one table or figure needs and write it; the files written, the table in Markdown first."""
+    reproduction = REPRODUCTIONS[name]
+    runs = check(name, setup)
+    notes = (ON_PHANTOMS, *NOTES) if setup.data is None else (ON_PUBLISHED_DATA,)
+    results = {
+        run: run_experiment(experiment, device=device, processes=processes, listener=listener, notes=notes)
+        for run, experiment in runs.experiments.items()
+    }
+    published = Published.load(reproduction.numbers or name)
+    if reproduction.draw is None:
+        files: Files = {}
+        table = compare(published, runs.places, results, setup.about)
+        table = replace(table, notes=(*table.notes, *_reductions(runs)))
+    else:
+        files, table = reproduction.draw(Drawing(published, runs, results, setup, device))
+    return _write(setup.folder(name), table, files)
+
+
+def _reductions(runs: Runs) -> list[str]:
+    """What methods that learn with target images were given instead of their defaults; a line for each."""
+    settings = {method: given for run in runs.experiments.values() for method, given in run.uda.items()}
+    lines = []
+    for method, given in settings.items():
+        usual = asdict(make_uda(method))
+        changed = ", ".join(f"{name} {value} (usually {usual[name]})" for name, value in given.items())
+        lines.append(f"{METHOD_NAMES[method]}: {changed}.")
+    return lines
+
+
+def _write(folder: Path, table: Comparison, files: Files) -> list[Path]:
+    tables: Files = {
+        "table.md": comparison_markdown(table),
+        "table.tex": comparison_latex(table),
+        "table.csv": comparison_csv(table),
+    }
+    for name, content in (tables | files).items():
+        write_atomically(folder / name, content)
+    return [folder / name for name in tables | files]

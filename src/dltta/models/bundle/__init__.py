@@ -1,7 +1,0 @@
-"""2 networks. MONAI bundles, read and written."""
-
-from dltta.models.bundle.archive import is_bundle
-from dltta.models.bundle.export import export_bundle
-from dltta.models.bundle.opening import open_bundle
-
-__all__ = ["export_bundle", "is_bundle", "open_bundle"]

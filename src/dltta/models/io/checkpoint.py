@@ -1,0 +1,233 @@
+"""2 networks. A trained network on disk: what is in a checkpoint folder, written and read without running code.
+
+MODEL/
+  model.json           architecture, task, classes, preprocessing, training record, auxiliary parts, checksums
+  model.safetensors    the network's weights
+  ttt.safetensors      rotation head, if trained
+  atta.safetensors     auto-encoders, if trained
+  memory.safetensors   features and predictions of source images, if kept
+  calibration.safetensors   how source images look to its layers, if measured
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as tensors_to_bytes
+from torch import Tensor, nn
+
+from dltta.data.case import Task
+from dltta.data.preprocessing import Preprocessing
+from dltta.errors import StateError
+from dltta.files import write_atomically
+from dltta.models.calibration import Calibration
+from dltta.models.nets.architecture import Architecture
+from dltta.models.parts.autoencoders import AutoEncoders, Levels
+from dltta.models.parts.rotation import RotationHead
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The rotation head, the layer it reads and the parameters in front of that layer."""
+
+    head: RotationHead
+    layer: str
+    shared: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Reconstructions:
+    """The auto-encoders, where they look, and the channels of the layers that adaptors follow."""
+
+    autoencoders: AutoEncoders
+    levels: Levels
+    channels: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SourcePairs:
+    """Features of source images and the network's predictions for them: a memory that is ready at the first image."""
+
+    layer: str
+    features: Tensor  # (N, C, *positions)
+    predictions: Tensor  # (N, classes, *positions), probabilities
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A trained network and everything needed to run and adapt it."""
+
+    model: nn.Module
+    architecture: Architecture
+    task: Task
+    classes: tuple[str, ...]
+    preprocessing: Preprocessing
+    record: Mapping[str, Any] = field(default_factory=dict)  # how it was trained
+    rotation: Rotation | None = None
+    reconstructions: Reconstructions | None = None
+    calibration: Calibration | None = None
+    pairs: SourcePairs | None = None
+
+
+def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
+    """Write a checkpoint folder; `model.json` comes last and names the other files' checksums."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {"model": dict(checkpoint.model.state_dict())}
+    auxiliary: dict[str, Any] = {}
+    if (rotation := checkpoint.rotation) is not None:
+        files["ttt"] = dict(rotation.head.state_dict())
+        auxiliary["ttt"] = {
+            "layer": rotation.layer,
+            "shared": list(rotation.shared),
+            "channels": rotation.head.channels,
+            "hidden": rotation.head.hidden,
+        }
+    if (reconstructions := checkpoint.reconstructions) is not None:
+        files["atta"] = dict(reconstructions.autoencoders.state_dict())
+        auxiliary["atta"] = {
+            "shapes": reconstructions.autoencoders.shapes,
+            "width": reconstructions.autoencoders.width,
+            "watched": reconstructions.levels.watched,
+            "adapted": reconstructions.levels.adapted,
+            "output": reconstructions.levels.output,
+            "channels": reconstructions.channels,
+        }
+    if (calibration := checkpoint.calibration) is not None:
+        layers = calibration.layers.items()
+        files["calibration"] = {f"{name}.{i}": part for name, parts in layers for i, part in enumerate(parts)}
+        auxiliary["calibration"] = {"eps": dict(calibration.eps), "answers": dict(calibration.answers)}
+    if (pairs := checkpoint.pairs) is not None:
+        files["memory"] = {"features": pairs.features, "predictions": pairs.predictions}
+        auxiliary["memory"] = {"layer": pairs.layer}
+    checksums = {name: _write_tensors(folder / f"{name}.safetensors", tensors) for name, tensors in files.items()}
+    description = {
+        "format": FORMAT,
+        "task": checkpoint.task,
+        "classes": list(checkpoint.classes),
+        "architecture": checkpoint.architecture.as_json(),
+        "preprocessing": checkpoint.preprocessing.as_json(),
+        "auxiliary": auxiliary,
+        "record": dict(checkpoint.record),
+        "sha256": checksums,
+    }
+    write_atomically(folder / "model.json", json.dumps(description, indent=1) + "\n")
+
+
+def load_checkpoint(folder: Path) -> Checkpoint:
+    """Read a checkpoint folder; a missing, altered or foreign file is one clear `StateError`."""
+    description = _read_description(folder)
+    try:
+        architecture = Architecture(**description["architecture"])
+        model = architecture.build(seed=0)
+        _fill(model, folder, "model", description)
+        return Checkpoint(
+            model=model.eval(),
+            architecture=architecture,
+            task=description["task"],
+            classes=tuple(description["classes"]),
+            preprocessing=Preprocessing.from_json(description["preprocessing"]),
+            record=description["record"],
+            rotation=_load_rotation(folder, description),
+            reconstructions=_load_reconstructions(folder, description),
+            calibration=_load_calibration(folder, description),
+            pairs=_load_pairs(folder, description),
+        )
+    except (KeyError, TypeError) as error:
+        raise StateError(f"{folder / 'model.json'} is malformed: {error}; train the model again") from error
+
+
+def weights_checksum(*parts: nn.Module) -> str:
+    """Of every parameter and buffer with its name, as lower-case hexadecimal."""
+    digest = hashlib.sha256()
+    for part in parts:
+        for name, tensor in part.state_dict().items():
+            digest.update(name.encode() + tensor.cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _load_rotation(folder: Path, description: dict[str, Any]) -> Rotation | None:
+    part = description["auxiliary"].get("ttt")
+    if part is None:
+        return None
+    head = RotationHead(part["channels"], part["hidden"])
+    _fill(head, folder, "ttt", description)
+    return Rotation(head.eval(), part["layer"], tuple(part["shared"]))
+
+
+def _load_reconstructions(folder: Path, description: dict[str, Any]) -> Reconstructions | None:
+    part = description["auxiliary"].get("atta")
+    if part is None:
+        return None
+    autoencoders = AutoEncoders({name: tuple(shape) for name, shape in part["shapes"].items()}, width=part["width"])
+    _fill(autoencoders, folder, "atta", description)
+    levels = Levels(tuple(map(tuple, part["watched"])), tuple(part["adapted"]), part["output"])
+    return Reconstructions(autoencoders.eval(), levels, tuple(part["channels"]))
+
+
+def _load_calibration(folder: Path, description: dict[str, Any]) -> Calibration | None:
+    part = description["auxiliary"].get("calibration")
+    if part is None:
+        return None
+    tensors = _tensors(folder, "calibration", description)
+    layers = {name: (tensors[f"{name}.0"], tensors[f"{name}.1"]) for name in part["eps"]}
+    return Calibration(layers, part["eps"], part["answers"])
+
+
+def _load_pairs(folder: Path, description: dict[str, Any]) -> SourcePairs | None:
+    part = description["auxiliary"].get("memory")
+    if part is None:
+        return None
+    tensors = _tensors(folder, "memory", description)
+    return SourcePairs(part["layer"], tensors["features"], tensors["predictions"])
+
+
+def _read_description(folder: Path) -> dict[str, Any]:
+    path = folder / "model.json"
+    if not path.is_file():
+        raise StateError(f"{folder} is not a model: it has no model.json; `dltta train` writes such folders")
+    try:
+        description = json.loads(path.read_text())
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise StateError(f"{path} is not JSON: {error}") from error
+    if not isinstance(description, dict) or description.get("format") != FORMAT:
+        raise StateError(f"{path} has not the format {FORMAT} that this version reads")
+    return description
+
+
+def _fill(module: nn.Module, folder: Path, name: str, description: dict[str, Any]) -> None:
+    tensors = _tensors(folder, name, description)
+    try:
+        module.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise StateError(_misfit(folder, name, error)) from error
+
+
+def _tensors(folder: Path, name: str, description: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of one file, which must be the one that the description was written with."""
+    path = folder / f"{name}.safetensors"
+    if not path.is_file():
+        raise StateError(f"{path} is missing; copy the whole model folder")
+    content = path.read_bytes()
+    if hashlib.sha256(content).hexdigest() != description["sha256"].get(name):
+        raise StateError(f"{path} is not the file that model.json was written with; copy the whole model folder")
+    try:
+        return load_tensors(content)
+    except SafetensorError as error:
+        raise StateError(_misfit(folder, name, error)) from error
+
+
+def _misfit(folder: Path, name: str, error: Exception) -> str:
+    return f"{folder / f'{name}.safetensors'} does not fit the network in model.json: {str(error).splitlines()[0]}"
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
+    content = tensors_to_bytes({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()})
+    write_atomically(path, content)
+    return hashlib.sha256(content).hexdigest()

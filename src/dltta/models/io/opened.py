@@ -1,0 +1,136 @@
+"""2 networks. A network that somebody brought, from wherever: what it needs as input and what its answer means."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from dltta.data.case import Task
+from dltta.data.formats.images import Image
+from dltta.errors import InputError, SettingError
+from dltta.models.calibration import Calibration
+from dltta.models.io.checkpoint import Checkpoint, Reconstructions, Rotation
+from dltta.models.predictions import most_likely
+
+Kind = Literal["checkpoint", "bundle", "factory"]
+Activation = Literal["softmax", "sigmoid"]
+Blend = Literal["constant", "gaussian"]
+
+
+@dataclass(frozen=True)
+class Window:
+    """The part of an image that the network takes at a time, as MONAI's sliding window inference names it.
+
+    `patch` is its size along each axis; 0 stands for the whole axis. `mode` says how the logits of overlapping windows
+    are averaged, `batch` how many windows go through the network together when nothing is adapted.
+    """
+
+    patch: tuple[int, ...]
+    overlap: float = 0.25
+    mode: Blend = "constant"
+    sigma_scale: float = 0.125  # of the gaussian, as a share of the patch
+    padding_mode: str = "constant"  # for images smaller than the patch
+    cval: float = 0.0
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.patch or min(self.patch) < 0:
+            raise SettingError(f"a window has a size along each axis, 0 for the whole, got {self.patch}")
+        if not 0 <= self.overlap < 1:
+            raise SettingError(f"overlap must be a fraction from 0 to below 1, got {self.overlap}")
+        if self.mode not in ("constant", "gaussian"):
+            raise SettingError(f"windows are blended constant or gaussian, got {self.mode!r}")
+
+    def size(self, spatial: tuple[int, ...]) -> tuple[int, ...]:
+        """The window for an image of this size: `patch` with the image's size where it says 0."""
+        return tuple(want or have for want, have in zip(self.patch, spatial, strict=True))
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An image as the network takes it, and the way back.
+
+    `restore` takes class probabilities (classes, *network size), which sum to one, to (classes, *size of the file),
+    each on the voxel it belongs to. What the preprocessing had cut away comes back as background. Of a classification
+    it gives back what it got.
+    """
+
+    image: Tensor  # (C, *network size) float32
+    restore: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A trained network and everything needed to run it on image files, whoever trained it.
+
+    The network gives one channel of logits per class, or with `activation` sigmoid a single channel for the second of
+    two classes. `threshold` is the probability from which that class is the answer.
+    """
+
+    model: nn.Module  # in evaluation mode
+    task: Task
+    classes: tuple[str, ...]
+    spatial_dims: int
+    in_channels: int
+    kind: Kind
+    name: str
+    fingerprint: str  # sha256 of weights and description: which network was this?
+    prepare: Callable[[Image], Prepared]
+    window: Window | None = None  # None: whole images
+    activation: Activation = "softmax"
+    threshold: float = 0.5
+    size: tuple[int, ...] | None = None  # a spatial size that the network is known to take
+    rotation: Rotation | None = None  # what TTT needs
+    reconstructions: Reconstructions | None = None  # what ATTA needs
+    calibration: Calibration | None = None  # how source images look to its layers
+    checkpoint: Checkpoint | None = None  # where it came from, if it is one of ours
+    bundle: Path | None = None  # where it came from, if it is a bundle: the folder or zip
+
+    def labels(self, probability: Tensor) -> Tensor:
+        """Class numbers (*positions) from class probabilities (classes, *positions)."""
+        require_classes(probability, self.classes)
+        if self.activation == "sigmoid":
+            return (probability[1] >= self.threshold).long()
+        return most_likely(probability, dim=0)
+
+
+def fingerprint(description: Mapping[str, Any], *modules: nn.Module) -> str:
+    """sha256 over a description that fits in JSON and every parameter and buffer, by name."""
+    digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode())
+    for module in modules:
+        for name, tensor in module.state_dict().items():
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def require_shape(image: Image, spatial_dims: int, in_channels: int) -> None:
+    """Raise `InputError` unless the image has the axes and channels that the network takes."""
+    channels, *spatial = image.array.shape
+    if len(spatial) != spatial_dims:
+        raise InputError(f"the network takes {spatial_dims}-D images, this one is {len(spatial)}-D {tuple(spatial)}")
+    if channels != in_channels:
+        raise InputError(f"the network takes images of {in_channels} channels, this one has {channels}")
+
+
+def require_classes(probability: Tensor, classes: tuple[str, ...]) -> None:
+    """Raise `InputError` unless there is one channel per class: a sigmoid channel must have become two."""
+    if len(probability) != len(classes):
+        raise InputError(
+            f"{len(classes)} class probabilities can be led back, got {len(probability)} channels; "
+            "apply dltta.models.predictions.probabilities first"
+        )
+
+
+def require_count(spec: str, classes: tuple[str, ...], channels: int) -> None:
+    """Raise `SettingError` unless the network has a channel for each class, or one for two classes."""
+    if len(classes) != max(channels, 2):
+        raise SettingError(
+            f"{spec} gives {channels} channels, that is {max(channels, 2)} classes, but {len(classes)} are named: "
+            f"{', '.join(classes)}"
+        )

@@ -1,0 +1,233 @@
+"""2 networks. Any trained network by its name on the command line: a checkpoint, a MONAI bundle, or one's own code."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dltta.data.case import Task
+from dltta.data.formats.images import Image
+from dltta.data.preprocessing import Preprocessing
+from dltta.errors import SettingError
+from dltta.models.io.bundle import is_bundle, open_bundle
+from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
+from dltta.models.io.factories import call_factory, is_factory
+from dltta.models.io.opened import (
+    OpenedModel,
+    Prepared,
+    Window,
+    fingerprint,
+    require_classes,
+    require_count,
+    require_shape,
+)
+from dltta.models.io.probing import class_names, probe
+from dltta.models.io.weights import load_weights
+
+__all__ = ["ModelSource", "OpenedModel", "Prepared", "Window", "open_model"]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """What somebody says about the network to open, as commands take it.
+
+    `spec` is a checkpoint folder, a MONAI bundle (folder or zip), or `package.module:function`. All else is only for
+    networks that cannot tell it themselves: `weights` for code, `task` and `classes` for code and bundles,
+    `preprocessing`, `size` (known to fit), `channels`, `patch` and `overlap` (sliding window) for code.
+    `run_expressions` lets a bundle run the Python that is written in its configuration.
+    """
+
+    spec: str
+    weights: Path | None = None
+    task: str | None = None
+    classes: tuple[str, ...] | None = None
+    preprocessing: Preprocessing | None = None
+    size: tuple[int, ...] | None = None
+    channels: int | None = None
+    patch: tuple[int, ...] | None = None
+    overlap: float | None = None
+    run_expressions: bool = False
+
+    def __post_init__(self) -> None:
+        if self.task not in (None, *get_args(Task)):
+            raise SettingError(f"task must be segmentation or classification, got {self.task!r}")
+        if self.classes is not None and (len(self.classes) < 2 or len(set(self.classes)) < len(self.classes)):
+            raise SettingError(f"classes are two or more different names, got {', '.join(self.classes) or 'none'}")
+
+    def open(self) -> OpenedModel:
+        """The network; whatever is wrong with it is one `DlttaError`."""
+        path = Path(self.spec)
+        if (path / "model.json").is_file():
+            return self._checkpoint(path)
+        if path.exists() and is_bundle(path):
+            return self._bundle(path)
+        if is_factory(self.spec) and not path.exists():
+            return self._factory()
+        if path.is_file():
+            raise SettingError(
+                f"{self.spec} holds weights at most, but no network; name the code that builds it: "
+                f"package.module:function --weights {self.spec}"
+            )
+        raise SettingError(
+            f"{self.spec} is not a model: give a folder with model.json, a MONAI bundle, or package.module:function"
+        )
+
+    def _checkpoint(self, folder: Path) -> OpenedModel:
+        self._refuse(
+            "a checkpoint folder", "weights", "task", "classes", "preprocessing", "channels", "run_expressions"
+        )
+        return self._windowed(open_checkpoint(load_checkpoint(folder), folder.resolve().name))
+
+    def _bundle(self, path: Path) -> OpenedModel:
+        self._refuse("a bundle", "preprocessing", "channels")
+        opened = open_bundle(
+            path,
+            weights=self.weights,
+            task=self.task,
+            classes=self.classes,
+            size=self.size,
+            run_expressions=self.run_expressions,
+        )
+        return self._windowed(opened)
+
+    def _factory(self) -> OpenedModel:
+        self._refuse("code", "run_expressions")
+        model = call_factory(self.spec)
+        if self.weights is not None:
+            load_weights(model, self.weights)
+        model.eval()
+        asked = self.patch or (self.preprocessing.size if self.preprocessing else None) or self.size
+        seen = probe(model, in_channels=self.channels, size=asked)
+        if self.task not in (None, seen.task):
+            raise SettingError(f"{self.spec} gives a {seen.task}, not a {self.task}")
+        classes = self.classes or class_names(seen.task, seen.channels)
+        require_count(self.spec, classes, seen.channels)
+        preprocessing = self.preprocessing or Preprocessing()
+        opened = OpenedModel(
+            model=model,
+            task=seen.task,
+            classes=classes,
+            spatial_dims=seen.spatial_dims,
+            in_channels=seen.in_channels,
+            kind="factory",
+            name=self.spec.rpartition(":")[2],
+            fingerprint="",
+            prepare=_preparation(preprocessing, seen.spatial_dims, seen.in_channels, seen.task, classes),
+            activation="sigmoid" if seen.channels == 1 else "softmax",
+            size=asked or seen.size,
+        )
+        opened = self._windowed(opened)
+        return replace(opened, fingerprint=_fingerprint(opened, preprocessing, type(model).__name__))
+
+    def _windowed(self, opened: OpenedModel) -> OpenedModel:
+        """With the sliding window that was asked for instead of the network's own."""
+        if self.patch is None:
+            if self.overlap is None:
+                return opened
+            if opened.window is None:
+                raise SettingError(f"{opened.name} takes whole images, which do not overlap; give a patch too")
+            return replace(opened, window=replace(opened.window, overlap=self.overlap))
+        if len(self.patch) != opened.spatial_dims:
+            raise SettingError(
+                f"{opened.name} takes {opened.spatial_dims}-D images, a patch of {self.patch} does not fit"
+            )
+        window = opened.window or Window(self.patch)
+        overlap = window.overlap if self.overlap is None else self.overlap
+        return replace(opened, window=replace(window, patch=self.patch, overlap=overlap))
+
+    def _refuse(self, what: str, *names: str) -> None:
+        given = [name for name in names if getattr(self, name)]
+        if given:
+            option = given[0].replace("_", "-")
+            raise SettingError(f"{self.spec} is {what}, for which --{option} has no meaning; leave it out")
+
+
+def open_model(
+    spec: str,
+    *,
+    weights: Path | None = None,
+    task: str | None = None,
+    classes: tuple[str, ...] | None = None,
+    preprocessing: Preprocessing | None = None,
+    size: tuple[int, ...] | None = None,
+    channels: int | None = None,
+    patch: tuple[int, ...] | None = None,
+    overlap: float | None = None,
+    run_expressions: bool = False,
+) -> OpenedModel:
+    """The network that `spec` names, ready to run; see `ModelSource` for what the rest means."""
+    return ModelSource(
+        spec, weights, task, classes, preprocessing, size, channels, patch, overlap, run_expressions
+    ).open()
+
+
+def open_checkpoint(checkpoint: Checkpoint, name: str) -> OpenedModel:
+    """A checkpoint of ours as a network to run; its window is the patch that it was trained on."""
+    architecture, preprocessing = checkpoint.architecture, checkpoint.preprocessing
+    patch = checkpoint.record.get("fingerprint", {}).get("patch")
+    opened = OpenedModel(
+        model=checkpoint.model.eval(),
+        task=checkpoint.task,
+        classes=checkpoint.classes,
+        spatial_dims=architecture.spatial_dims,
+        in_channels=architecture.in_channels,
+        kind="checkpoint",
+        name=name,
+        fingerprint="",
+        prepare=_preparation(
+            preprocessing, architecture.spatial_dims, architecture.in_channels, checkpoint.task, checkpoint.classes
+        ),
+        window=Window(tuple(patch)) if patch else None,
+        size=tuple(patch) if patch else preprocessing.size,
+        rotation=checkpoint.rotation,
+        reconstructions=checkpoint.reconstructions,
+        calibration=checkpoint.calibration,
+        checkpoint=checkpoint,
+    )
+    return replace(opened, fingerprint=_fingerprint(opened, preprocessing, architecture.as_json()))
+
+
+def _fingerprint(opened: OpenedModel, preprocessing: Preprocessing, network: Any) -> str:
+    description = {
+        "task": opened.task,
+        "classes": opened.classes,
+        "network": network,
+        "preprocessing": preprocessing.as_json(),
+        "activation": opened.activation,
+    }
+    parts = [opened.model]
+    parts += [opened.rotation.head] if opened.rotation else []
+    parts += [opened.reconstructions.autoencoders] if opened.reconstructions else []
+    return fingerprint(description, *parts)
+
+
+def _preparation(
+    preprocessing: Preprocessing, spatial_dims: int, in_channels: int, task: Task, classes: tuple[str, ...]
+) -> Callable[[Image], Prepared]:
+    """Our own preprocessing, and linear interpolation back to the size of the file."""
+
+    def prepare(image: Image) -> Prepared:
+        require_shape(image, spatial_dims, in_channels)
+        spatial = image.array.shape[1:]
+
+        def restore(probability: Tensor) -> Tensor:
+            if task == "classification":
+                return probability
+            require_classes(probability, classes)
+            return _interpolated(probability, spatial)
+
+        return Prepared(preprocessing.image(torch.from_numpy(image.array)), restore)
+
+    return prepare
+
+
+def _interpolated(probability: Tensor, size: tuple[int, ...]) -> Tensor:
+    """Linearly and without a filter against aliasing, as MONAI inverts a resizing: an exported bundle agrees."""
+    if probability.shape[1:] == size:
+        return probability
+    mode = {2: "bilinear", 3: "trilinear"}[len(size)]
+    return F.interpolate(probability[None], size=size, mode=mode, align_corners=False)[0]

@@ -1,0 +1,102 @@
+"""What has a stream done so far? Its log, looked up by the names and the contents of its cases.
+
+In memory are 32 bytes of hash per case, its name and where its line begins; all else is read from the log when needed.
+"""
+
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dltta.files import write_atomically
+from dltta.serving.journal import Entry, Journal, Line, on_disk
+
+
+class Record:
+    """Every case that was answered, and the version of the state that came of it."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.version, self.sha256 = 0, ""  # the current one and the hash of its file
+        self._digests: dict[str, bytes] = {}  # by name
+        self._places: dict[bytes, int] = {}  # by content: where the line of the first such case begins
+        self._failures: set[tuple[str, ...]] = set()
+        for line in journal:
+            self._index(line)
+
+    def digest(self, name: str) -> str | None:
+        """The content that was answered under this name; upper and lower case are one."""
+        found = self._digests.get(name.casefold())
+        return None if found is None else found.hex()
+
+    def holds(self, digest: str) -> bool:
+        """Whether this content was answered, under whatever name."""
+        return bytes.fromhex(digest) in self._places
+
+    def first(self, digest: str) -> Entry:
+        """The line of the first case with this content."""
+        return self.journal.at(self._places[bytes.fromhex(digest)])
+
+    def append(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Lines of one group; on return they count."""
+        for line in self.journal.append(entries):
+            self._index(line)
+
+    def fail(self, entry: Mapping[str, Any]) -> None:
+        """The line of a case that could not be used, unless the same was said before."""
+        if _failure(entry) not in self._failures:
+            self.append([entry])
+
+    def _index(self, line: Line) -> None:
+        entry = line.entry
+        if "state_sha256" in entry:
+            self.version, self.sha256 = int(entry["state"]), str(entry["state_sha256"])
+        if "answer" in entry:
+            digest = bytes.fromhex(entry["input"])
+            self._digests[entry["case"].casefold()] = digest
+            self._places.setdefault(digest, line.begin)
+        elif "error" in entry:
+            self._failures.add(_failure(entry))
+
+
+def _failure(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    return str(entry["case"]), str(entry["error"]), str(entry["reason"])
+
+
+class Table:
+    """`predictions.csv`: the answers of a classification, made from the log and therefore never ahead of it."""
+
+    def __init__(self, path: Path, classes: Sequence[str]) -> None:
+        self.path, self.classes = path, classes
+
+    def text(self, entries: Iterable[Mapping[str, Any]]) -> str:
+        return self._rows([["image", "prediction", *self.classes], *map(_row, filter(_answered, entries))])
+
+    def rewrite(self, entries: Iterable[Mapping[str, Any]]) -> None:
+        with on_disk(self.path):
+            write_atomically(self.path, self.text(entries))
+
+    def append(self, entries: Iterable[Mapping[str, Any]]) -> None:
+        with on_disk(self.path), self.path.open("a", encoding="utf-8", newline="") as file:
+            file.write(self._rows(map(_row, entries)))
+
+    def _rows(self, rows: Iterable[Sequence[Any]]) -> str:
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(rows)
+        return text.getvalue()
+
+
+def _answered(entry: Mapping[str, Any]) -> bool:
+    return "probabilities" in entry
+
+
+def _row(entry: Mapping[str, Any]) -> list[Any]:
+    return [entry["image"], entry["answer"], *map(str, entry["probabilities"])]
+
+
+def shortest(values: Iterable[float]) -> list[float]:
+    """float32 numbers by the fewest digits that tell them apart: 0.1 rather than 0.10000000149011612."""
+    return [float(str(np.float32(value))) for value in values]

@@ -1,0 +1,237 @@
+"""Looking after a stream on disk: what is there, go back, take the adapted network out, find alterations."""
+
+import copy
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save as tensors_to_bytes
+from torch import nn
+
+from dltta.errors import SettingError, StateError
+from dltta.files import write_atomically
+from dltta.models.io.bundle.export import export_bundle
+from dltta.models.io.checkpoint import save_checkpoint
+from dltta.models.io.opened import OpenedModel
+from dltta.serving.folder import FILES, LOG, STATE, TABLE
+from dltta.serving.index import Record, Table
+from dltta.serving.journal import START, Entry, Journal, cut_off, on_disk, read_anchor, walk
+from dltta.serving.state import StateFolder, Version
+
+ADDED = ("event", "state", "state_sha256", "of", "previous", "hash")  # to the settings, in the first line
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One version that is still on disk and what it came of."""
+
+    version: int
+    cases: tuple[str, ...]  # answered in the batch that led to it
+    event: str | None  # start, or a rollback
+    bytes: int
+    current: bool
+
+
+def list_versions(output: Path) -> list[Listed]:
+    """The versions of a stream, oldest first."""
+    folder = StateFolder(output / STATE)
+    there = set(folder.numbers())
+    made: dict[int, list[Entry]] = {}
+    for line in _entries(output):
+        if "state_sha256" in line and line["state"] in there:
+            made.setdefault(line["state"], []).append(line)
+    return [
+        Listed(
+            number,
+            tuple(line["case"] for line in lines if "case" in line),
+            next((_event(line) for line in lines if "event" in line), None),
+            folder.size(number),
+            number == max(made),
+        )
+        for number, lines in sorted(made.items())
+    ]
+
+
+def answered_names(output: Path) -> set[str]:
+    """Names of the cases that have an answer; none where there is no stream yet."""
+    return {line["case"] for line in _lines(output) if "answer" in line}
+
+
+def show_version(output: Path, number: int | None = None) -> dict[str, Any]:
+    """What a version holds, in numbers."""
+    folder, version = _version(output, number)
+    extra = version.state["extra"]
+    return {
+        "version": version.number,
+        "batches": extra["taken"],
+        "adapted": {name: list(version.state["moving"][name].shape) for name in extra["adapted"]},
+        "memory": sum(pairs.count for pairs in version.pairs),
+        "settings": {key: value for key, value in folder.description().items() if key != "key"},
+    }
+
+
+def roll_back(output: Path, number: int) -> int:
+    """Go on from an older version; the log keeps what happened since. The number of the new version."""
+    _require_log(output)
+    folder = StateFolder(output / STATE)
+    with folder.locked():
+        record = Record(Journal(output / LOG, folder.anchor))
+        sha256 = _made(output)[_known(folder, number, record.version)]
+        new = record.version + 1
+        folder.copy(number, sha256, new)
+        record.append([{"event": "rollback", "to": number, "state": new, "state_sha256": sha256}])
+    return new
+
+
+def verify(output: Path) -> list[str]:
+    """Everything about a stream's record that is not as it was written, a sentence each."""
+    folder = StateFolder(output / STATE)
+    anchored = read_anchor(folder.anchor)  # before the log, which is written first
+    _require_log(output)
+    reached = anchored == START
+    problems: list[str] = []
+    made: dict[int, str] = {}  # version: hash of its file
+    try:
+        for line in _lines(output):
+            reached = reached or line["hash"] == anchored
+            made |= {line["state"]: line["state_sha256"]} if "state_sha256" in line else {}
+            problems += _files(output, line)
+    except StateError as error:
+        return [*problems, str(error)]
+    problems += [] if reached else [cut_off(output / LOG, anchored)]
+    begun = next(_lines(output), None)
+    if begun is None:
+        return problems
+    return [*problems, *_settings(folder, begun), *_versions(folder, made), *_table(output, begun)]
+
+
+def export(output: Path, opened: OpenedModel, target: Path, *, number: int | None = None, bundle: bool = False) -> Path:
+    """The adapted network for frozen use: as it came (checkpoint folder, weights of one's own code), or as a bundle."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise SettingError(f"{target} is there already and not empty; choose another folder")
+    if not bundle and opened.kind == "bundle":
+        raise SettingError(f"{opened.name} came as a MONAI bundle and can only go as one; add --bundle")
+    version, model = adapted_network(output, opened, number)
+    with on_disk(target):
+        if bundle:
+            export_bundle(target, opened, model)
+        elif opened.checkpoint is not None:
+            record = {**opened.checkpoint.record, "adapted": {"version": version.number, "state": version.sha256}}
+            save_checkpoint(target, replace(opened.checkpoint, model=model, record=record))
+        else:
+            weights = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
+            write_atomically(target / "model.safetensors", tensors_to_bytes(weights))
+    return target
+
+
+def adapted_network(output: Path, opened: OpenedModel, number: int | None = None) -> tuple[Version, nn.Module]:
+    """The network with the parameters that a stream moved, its stored statistics as they were."""
+    folder, version = _version(output, number)
+    if folder.description().get("network") != opened.fingerprint:
+        raise StateError(f"{output} adapted another network than this one; give the one it was begun with")
+    model = copy.deepcopy(opened.model)
+    own = dict(model.named_parameters())
+    added = [name for name in version.state["extra"]["adapted"] if name not in own]
+    if added:
+        raise SettingError(f"the method put {added[0]!r} into the network, which a plain network cannot hold")
+    for name in version.state["extra"]["adapted"]:
+        own[name].data.copy_(version.state["moving"][name])
+    return version, model
+
+
+def _entries(output: Path) -> Iterator[Entry]:
+    """The lines of a stream that is there and intact."""
+    _require_log(output)
+    if next(_lines(output), None) is None:
+        raise StateError(f"{output / LOG} is empty: no stream was begun here")
+    yield from _lines(output)
+
+
+def _lines(output: Path) -> Iterator[Entry]:
+    return (line.entry for group in walk(output / LOG) for line in group)
+
+
+def _require_log(output: Path) -> None:
+    if not (output / LOG).is_file():
+        raise StateError(f"{output} is not the output of dltta adapt: there is no {LOG}; give the folder of its -o")
+
+
+def _version(output: Path, number: int | None) -> tuple[StateFolder, Version]:
+    """A version, the current one unless said otherwise, which must be the one that the log names."""
+    folder, made = StateFolder(output / STATE), _made(output)
+    chosen = max(made) if number is None else _known(folder, number, max(made))
+    return folder, folder.read(chosen, made[chosen])
+
+
+def _made(output: Path) -> dict[int, str]:
+    """Every version that the log names, and the hash of its file."""
+    return {line["state"]: line["state_sha256"] for line in _entries(output) if "state_sha256" in line}
+
+
+def _known(folder: StateFolder, number: int, newest: int) -> int:
+    there = [each for each in folder.numbers() if each <= newest]
+    if number not in there:
+        raise StateError(f"there is no version {number}; there are {_ranges(there)}")
+    return number
+
+
+def _ranges(numbers: list[int]) -> str:
+    """1, 2, 3, 7 as 1-3, 7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"
+
+
+def _event(line: Entry) -> str:
+    return f"rollback to {line['to']}" if line["event"] == "rollback" else str(line["event"])
+
+
+def _settings(folder: StateFolder, begun: Entry) -> Iterator[str]:
+    """Whether the settings are those that the first line tells."""
+    try:
+        found = folder.description()
+    except StateError as error:
+        yield str(error)
+        return
+    found.pop("key", None)
+    if found != {key: value for key, value in begun.items() if key not in ADDED}:
+        yield f"{folder.folder / 'stream.json'} was altered"
+
+
+def _versions(folder: StateFolder, made: Mapping[int, str]) -> Iterator[str]:
+    """Versions that are not those that the log names; the current one must be there."""
+    newest = max(made, default=0)
+    for number in sorted({*folder.numbers(), newest} & made.keys()):
+        try:
+            folder.memory(folder.read(number, made[number]))
+        except StateError as error:
+            if number == newest or number in folder.numbers():  # else a running stream has just forgotten it
+                yield str(error)
+
+
+def _files(output: Path, line: Entry) -> Iterator[str]:
+    """Answers that are gone or altered."""
+    for key, checksum in FILES:
+        if checksum in line:
+            file = output / line[key]
+            if not file.is_file():
+                yield f"{file} is missing"
+            elif hashlib.sha256(file.read_bytes()).hexdigest() != line[checksum]:
+                yield f"{file} was altered"
+
+
+def _table(output: Path, begun: Entry) -> Iterator[str]:
+    """Whether the table is the one that the log gives; after a crash it may end earlier."""
+    if begun.get("task") != "classification":
+        return
+    table = Table(output / TABLE, begun["classes"])
+    if not table.path.is_file():
+        yield f"{table.path} is missing; resume the stream to have it made anew"
+    elif not table.text(_lines(output)).encode().startswith(table.path.read_bytes()):
+        yield f"{table.path} was altered; resume the stream to have it made anew"

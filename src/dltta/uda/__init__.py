@@ -1,5 +1,0 @@
-"""Baselines that see labeled source and unlabeled target images together, before anything is tested."""
-
-from dltta.uda.training import Method, UDATraining
-
-__all__ = ["Method", "UDATraining"]

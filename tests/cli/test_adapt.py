@@ -1,0 +1,643 @@
+"""`dltta adapt` and `dltta state` as somebody types them, on every format, with answers read by other programs.
+
+The network calls bright what is brighter than its image's mean: what the answer must be is known for every position.
+"""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import nibabel as nib
+import numpy as np
+import pydicom
+import pytest
+import tifffile
+import torch
+from PIL import Image as Pillow
+
+from bundles import config, make_bundle, network, transforms
+from dicoms import tilted, write_series
+from dltta.data.preprocessing import Preprocessing
+from dltta.models.io.checkpoint import Checkpoint, save_checkpoint
+from dltta.models.nets.architecture import Architecture
+from networks import trained
+from streams import SEGMENTS, lines, pictures, start, told, typed
+
+CODE = """
+import torch
+from torch import nn
+
+
+class Bright(nn.Module):
+    def __init__(self, axes, channels, dense):
+        super().__init__()
+        self.norm = {2: nn.BatchNorm2d, 3: nn.BatchNorm3d}[axes](channels)
+        self.head = {2: nn.Conv2d, 3: nn.Conv3d}[axes](channels, 1, 1)
+        self.head.weight.data[:] = 0
+        self.head.weight.data[:, 0] = 6
+        self.head.bias.data[:] = 0
+        self.dense = dense
+
+    def forward(self, x):
+        logits = self.head(self.norm(x))
+        return logits if self.dense else torch.cat([-logits, logits], 1).amax((2, 3))
+
+
+def grey(): return Bright(2, 1, True)
+def color(): return Bright(2, 3, True)
+def volume(): return Bright(3, 1, True)
+def pair(): return Bright(3, 2, True)
+def classifier(): return Bright(2, 3, False)
+"""
+
+
+pytestmark = pytest.mark.usefixtures("no_power_cut")
+
+
+@pytest.fixture
+def dltta(monkeypatch, capsys):
+    return lambda *arguments: typed(monkeypatch, capsys, *arguments)
+
+
+@pytest.fixture
+def code(tmp_path):
+    (tmp_path / "bright.py").write_text(CODE)
+    return lambda name: f"{tmp_path / 'bright.py'}:{name}"
+
+
+@pytest.fixture
+def folders(tmp_path):
+    (tmp_path / "in").mkdir()
+    return tmp_path / "in", tmp_path / "out"
+
+
+def random(*shape, seed=0):
+    return np.random.default_rng(seed).integers(1, 250, shape)
+
+
+def above_mean(values):
+    return values > values.astype(np.float64).mean()
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    architecture = Architecture("unet", 2, 1, 3, {"width": 4})
+    preprocessing = Preprocessing("scale", 255.0, (32, 32))
+    model = trained(architecture.build(seed=3))
+    save_checkpoint(tmp_path / "model", Checkpoint(model, architecture, "segmentation", SEGMENTS, preprocessing))
+    return tmp_path / "model"
+
+
+class TestFormats:
+    """With adaptation on: batch statistics make the mean the border, small rates leave it there."""
+
+    GENTLE = ("--alpha", "1e-6")
+
+    def test_rgb_png(self, dltta, code, folders):
+        images, output = folders
+        for index in range(3):
+            Pillow.fromarray(random(20, 31, 3, seed=index).astype(np.uint8)).save(images / f"smear{index}.png")
+        done, out, err = dltta("adapt", "-m", code("color"), "-i", images, "-o", output, *self.GENTLE)
+        assert (done, out) == (0, f"{output}: 3 answered\n"), err
+        for index in range(3):
+            values = np.asarray(Pillow.open(images / f"smear{index}.png"))
+            found = Pillow.open(output / f"smear{index}.png")
+            assert (found.mode, found.size) == ("L", (31, 20))
+            assert np.array_equal(np.asarray(found), above_mean(values[..., 0]))
+        assert [line["rate"] for line in lines(output)[1:]] == [1e-6] * 3
+
+    def test_16_bit_tiff(self, dltta, code, folders):
+        images, output = folders
+        values = (random(18, 25) * 250).astype(np.uint16)
+        tifffile.imwrite(images / "slide.tiff", values)
+        assert dltta("adapt", "-m", code("grey"), "-i", images, "-o", output, *self.GENTLE)[0] == 0
+        found = tifffile.imread(output / "slide.tiff")
+        assert found.dtype == np.uint8
+        assert np.array_equal(found, above_mean(values))
+
+    def oblique(self):
+        """Anisotropic, turned about all axes, first axis to the left."""
+        turn = nib.eulerangles.euler2mat(0.3, -0.2, 0.25)
+        return nib.affines.from_matvec(turn @ np.diag([-0.7, 0.9, 4.0]), [12.0, -30.0, 55.0])
+
+    def volume(self, path, values, affine):
+        image = nib.Nifti1Image(values, affine)
+        image.header.set_xyzt_units("mm")
+        image.header["descrip"] = b"scanner B"
+        image.set_qform(affine, code=1)
+        image.set_sform(affine, code=2)
+        nib.save(image, path)
+
+    def check_volume(self, image, answer, expected):
+        image, answer = nib.load(image), nib.load(answer)
+        assert np.array_equal(np.asarray(answer.dataobj), expected)
+        assert np.array_equal(answer.affine, image.affine)
+        assert answer.header.get_zooms() == image.header.get_zooms()
+        assert (answer.get_qform(coded=True)[1], answer.get_sform(coded=True)[1]) == (1, 2)
+        assert bytes(answer.header["descrip"]).startswith(b"scanner B")
+
+    def nnunet(self, images, channels):
+        """A raw data set as nnU-Net has it; its second channel, if any, is all noise."""
+        (images / "imagesTs").mkdir()
+        names = {str(number): f"T{number}" for number in range(channels)}
+        described = {"channel_names": names, "labels": {"background": 0, "x": 1}, "numTraining": 0}
+        (images / "dataset.json").write_text(json.dumps({**described, "file_ending": ".nii.gz"}))
+        kept = {}
+        for index in range(2):
+            for channel in range(channels):
+                values = random(9, 12, 5, seed=10 * index + channel).astype(np.int16) - 100
+                self.volume(images / "imagesTs" / f"p{index}_{channel:04d}.nii.gz", values, self.oblique())
+                kept.setdefault(f"p{index}", values)
+        return kept
+
+    @pytest.mark.parametrize(("name", "channels"), [("volume", 1), ("pair", 2)])
+    def test_oblique_anisotropic_nifti_in_an_nnunet_folder(self, dltta, code, folders, name, channels):
+        images, output = folders
+        kept = self.nnunet(images, channels)
+        model = ("-m", code(name), "--channels", str(channels))
+        done, _, err = dltta("adapt", *model, "-i", images, "-o", output, "--save-probabilities", *self.GENTLE)
+        assert done == 0, err
+        for case, values in kept.items():
+            image = images / "imagesTs" / f"{case}_0000.nii.gz"
+            self.check_volume(image, output / f"{case}.nii.gz", above_mean(values))
+            found = nib.load(output / f"{case}_probabilities.nii.gz")
+            assert found.shape == (9, 12, 5, 2)
+            assert np.array_equal(found.affine, nib.load(image).affine)
+            assert np.array_equal(np.asarray(found.dataobj)[..., 1] >= 0.5, above_mean(values))
+
+    def test_windows_over_a_volume(self, dltta, code, folders):
+        """Each window has its own mean; frozen, the border is where the network has it."""
+        images, output = folders
+        values = random(20, 12, 9).astype(np.float32)
+        self.volume(images / "v.nii.gz", values, self.oblique())
+        model = ("-m", code("volume"), "--patch", "8x8x8", "--intensity", "zscore")
+        assert dltta("adapt", *model, "-i", images, "-o", output, "--mode", "frozen")[0] == 0
+        self.check_volume(images / "v.nii.gz", output / "v.nii.gz", above_mean(values))
+
+    def test_a_network_for_pictures_takes_volumes_slice_by_slice(self, dltta, code, folders):
+        """Across the axis of the largest spacing, wherever it is; every slice has its own mean."""
+        images, output = folders
+        wanted = {}
+        for axis in range(3):
+            values = random(8, 7, 6, seed=axis).astype(np.int16)
+            spacing = [1.0, 1.1, 0.9]
+            spacing[axis] = 3.0
+            turn = nib.eulerangles.euler2mat(0.3, -0.2, 0.25)
+            affine = nib.affines.from_matvec(turn @ np.diag(spacing), [1, 2, 3])
+            self.volume(images / f"v{axis}.nii.gz", values, affine)
+            across = tuple(a for a in range(3) if a != axis)
+            wanted[f"v{axis}"] = values > values.mean(axis=across, keepdims=True)
+        assert dltta("adapt", "-m", code("grey"), "-i", images, "-o", output, *self.GENTLE)[0] == 0
+        for case, expected in wanted.items():
+            self.check_volume(images / f"{case}.nii.gz", output / f"{case}.nii.gz", expected)
+
+    def frames(self, segmentation):
+        """Masks (rows, columns) of a DICOM segmentation by the image that each frame names as its source."""
+        found = pydicom.dcmread(segmentation)
+        assert found.SOPClassUID == "1.2.840.10008.5.1.4.1.1.66.4"
+        groups = found.PerFrameFunctionalGroupsSequence
+        sources = [g.DerivationImageSequence[0].SourceImageSequence[0].ReferencedSOPInstanceUID for g in groups]
+        places = [list(map(float, g.PlanePositionSequence[0].ImagePositionPatient)) for g in groups]
+        pixels = found.pixel_array.reshape(len(groups), found.Rows, found.Columns)
+        return found, {source: (place, mask) for source, place, mask in zip(sources, places, pixels, strict=True)}
+
+    @pytest.mark.parametrize("name", ["volume", "grey"])
+    def test_a_dicom_series_becomes_a_dicom_segmentation(self, dltta, code, folders, name):
+        images, output = folders
+        values = random(5, 8, 9).astype(np.int16)  # (slices, rows, columns)
+        order = [3, 0, 4, 1, 2]
+        names = [f"IM{order.index(i)}.dcm" for i in range(5)]
+        write_series(images / "study", values, directions=tilted(), names=names)
+        done, _, err = dltta("adapt", "-m", code(name), "-i", images, "-o", output, *self.GENTLE)
+        assert done == 0, err
+        found, frames = self.frames(output / "study.dcm")
+        mean = values.mean() if name == "volume" else values.mean(axis=(1, 2), keepdims=True)
+        expected = values > mean
+        assert len(frames) == 5
+        for number, file in enumerate(names):
+            source = pydicom.dcmread(images / "study" / file)
+            place, mask = frames[source.SOPInstanceUID]
+            assert np.array_equal(mask, expected[number])
+            assert np.allclose(place, list(map(float, source.ImagePositionPatient)))
+        plane = found.SharedFunctionalGroupsSequence[0]
+        orientation = plane.PlaneOrientationSequence[0].ImageOrientationPatient
+        assert np.allclose(list(map(float, orientation)), tilted(), atol=1e-6)
+        assert list(plane.PixelMeasuresSequence[0].PixelSpacing) == [0.8, 0.6]
+        assert (found.PatientID, found.StudyInstanceUID) == (source.PatientID, source.StudyInstanceUID)
+        assert b"ecret" not in (output / "stream.jsonl").read_bytes()
+
+    def test_a_classification_is_a_table_that_evaluate_reads(self, dltta, code, folders, tmp_path):
+        images, output = folders
+        labels = []
+        for index in range(5):
+            values = random(6, 7, 3, seed=index).astype(np.uint8)
+            values[2, 3, 0] = 255 if index % 2 else values[2, 3, 0]
+            Pillow.fromarray(values).save(images / f"cell{index}.png")
+            labels.append((f"cell{index}.png", "dark" if index < 2 else "bright"))
+        given = ("--classes", "dark,bright", "--batch-size", "2", "--mode", "frozen", "--intensity", "scale:255")
+        done, out, err = dltta("adapt", "-m", code("classifier"), "-i", images, "-o", output, *given)
+        assert (done, out) == (0, f"{output}: 5 answered\n"), err
+        rows = list(csv.DictReader((output / "predictions.csv").open()))
+        for row, (name, _) in zip(rows, labels, strict=True):
+            x = np.asarray(Pillow.open(images / name))[..., 0] / 255 / np.sqrt(1 + 1e-5)  # the network's statistics
+            logits = np.array([-6 * x.min(), 6 * x.max()])
+            expected = np.exp(logits) / np.exp(logits).sum()
+            assert row["image"] == name
+            assert [float(row["dark"]), float(row["bright"])] == pytest.approx(expected, abs=1e-5)
+            assert row["prediction"] == ("dark", "bright")[expected.argmax()]
+        with (tmp_path / "labels.csv").open("w") as file:
+            csv.writer(file).writerows([("image", "label"), *labels])
+        done, out, _ = dltta("evaluate", "-p", output / "predictions.csv", "-l", tmp_path / "labels.csv", "--json")
+        right = np.mean([row["prediction"] == label for row, (_, label) in zip(rows, labels, strict=True)])
+        assert json.loads(out)["metrics"]["accuracy"] == pytest.approx(right)
+
+    def test_a_single_image(self, dltta, code, folders):
+        images, output = folders
+        Pillow.fromarray(random(8, 9).astype(np.uint8)).save(images / "one.png")
+        assert dltta("adapt", "-m", code("grey"), "-i", images / "one.png", "-o", output, *self.GENTLE)[0] == 0
+        assert (output / "one.png").is_file()
+
+
+class TestModels:
+    def test_a_monai_bundle_with_a_window(self, dltta, folders, tmp_path):
+        """Frozen: what MONAI's own inferer and inversion give."""
+        images, output = folders
+        steps = (
+            {"_target_": "LoadImaged", "keys": "image"},
+            {"_target_": "EnsureChannelFirstd", "keys": "image"},
+            {"_target_": "ScaleIntensityRanged", "keys": "image", "a_min": 0, "a_max": 250, "b_min": 0.0, "b_max": 1.0},
+        )
+        make_bundle(tmp_path / "bundle", config(preprocessing=transforms(*steps)))
+        values = random(18, 20, 17).astype(np.float32)
+        affine = np.diag([-1.0, 1.5, 2.0, 1.0])
+        nib.save(nib.Nifti1Image(values, affine), images / "scan.nii.gz")
+        done, _, err = dltta("adapt", "-m", tmp_path / "bundle", "-i", images, "-o", output, "--mode", "frozen")
+        assert done == 0, err
+        from monai.inferers import sliding_window_inference
+
+        x = torch.from_numpy(values)[None, None] / 250
+        with torch.no_grad():
+            logits = sliding_window_inference(x, (16, 16, 16), 1, network(), overlap=0.5, mode="gaussian")
+        found = nib.load(output / "scan.nii.gz")
+        assert np.array_equal(np.asarray(found.dataobj), logits[0].argmax(0))
+        assert np.array_equal(found.affine, affine)
+
+    def test_a_monai_bundle_adapts_goes_on_and_is_exported(self, dltta, folders, tmp_path):
+        images, output = folders
+        make_bundle(tmp_path / "bundle")
+        for index in range(2):
+            values = random(20, 18, 16, seed=index).astype(np.float32)
+            nib.save(nib.Nifti1Image(values, np.diag([2.0, 2.0, 2.0, 1.0])), images / f"scan{index}.nii.gz")
+        given = ("adapt", "-m", tmp_path / "bundle", "-o", output, "--no-guard")
+        assert dltta(*given, "-i", images / "scan0.nii.gz")[0] == 0
+        done, out, _ = dltta(*given, "-i", images, "--resume")
+        assert (done, out) == (0, f"{output}: 1 answered, 1 had their answer\n")
+        target = tmp_path / "adapted"
+        done, out, err = dltta("state", "export", output, "-m", tmp_path / "bundle", "-o", target)
+        assert (done, "add --bundle" in err) == (2, True)
+        assert dltta("state", "export", output, "-m", tmp_path / "bundle", "-o", target, "--bundle")[0] == 0
+        before = torch.load(tmp_path / "bundle" / "models" / "model.pt", weights_only=True)
+        after = torch.load(target / "models" / "model.pt", weights_only=True)
+        assert any(not torch.equal(before[name], after[name]) for name in before)
+        frozen = ("adapt", "-m", target, "-i", images, "-o", tmp_path / "frozen", "--mode", "frozen")
+        assert dltta(*frozen)[0] == 0
+
+    def test_ones_own_network_adapts_and_its_weights_are_exported(self, dltta, code, folders, tmp_path):
+        images, output = folders
+        pictures(images, 3)
+        model = ("-m", code("grey"), "--intensity", "scale:255")
+        assert dltta("adapt", *model, "-i", images, "-o", output, "--no-guard", "--alpha", "0.1")[0] == 0
+        assert dltta("state", "export", output, *model, "-o", tmp_path / "new")[0] == 0
+        weights = tmp_path / "new" / "model.safetensors"
+        frozen = ("adapt", *model, "--weights", weights, "-i", images, "-o", tmp_path / "frozen", "--mode", "frozen")
+        assert dltta(*frozen)[0] == 0
+        done, _, err = dltta("state", "export", output, "-m", code("grey"), "-o", tmp_path / "other")
+        assert (done, "adapted another network than this one" in err) == (2, True)
+
+    def test_a_checkpoint_adapts_and_is_exported_in_both_ways(self, dltta, checkpoint, folders, tmp_path):
+        images, output = folders
+        pictures(images, 3, size=(20, 24))
+        assert dltta("adapt", "-m", checkpoint, "-i", images, "-o", output)[0] == 0
+        for target, more in (("plain", ()), ("bundle", ("--bundle",))):
+            new = tmp_path / target
+            done, out, _ = dltta("state", "export", output, "-m", checkpoint, "-o", new, "--version", "2", *more)
+            assert (done, out) == (0, f"{new}: the network as {output} left it\n")
+            frozen = ("adapt", "-m", new, "-i", images, "-o", tmp_path / f"{target}_out", "--mode", "frozen")
+            assert dltta(*frozen)[0] == 0
+        for index in range(3):
+            one, other = (
+                np.asarray(Pillow.open(tmp_path / f"{t}_out" / f"case_{index}.png")) for t in ("plain", "bundle")
+            )
+            assert np.array_equal(one, other)
+
+    @pytest.mark.parametrize("method", ["source", "ptbn", "tent"])
+    @pytest.mark.parametrize("mode", ["continual", "image-specific", "shadow", "frozen"])
+    def test_every_method_runs_in_every_mode(self, dltta, checkpoint, folders, method, mode):
+        images, output = folders
+        pictures(images, 2, size=(20, 24))
+        given = ("-m", checkpoint, "-i", images, "-o", output, "--method", method, "--mode", mode)
+        done, _, err = dltta("adapt", *given)
+        assert done == 0, err
+        assert len(lines(output)) == 3
+
+
+BAD = {
+    "truncated.png": ("cannot be read as PNG", lambda path: path.write_bytes(png(random(8, 12))[:70])),
+    "text.nii.gz": ("cannot be read as NIfTI", lambda path: path.write_text("this is text")),
+    "nan.nii.gz": ("values are NaN or infinite", lambda path: nifti(path, np.full((4, 4, 4), np.nan))),
+    "time.nii.gz": ("4-D NIfTI (4, 4, 4, 2)", lambda path: nifti(path, np.zeros((4, 4, 4, 2)))),
+    "color.png": ("this one has 3", lambda path: path.write_bytes(png(random(8, 12, 3)))),
+    "empty.png": ("cannot be read as PNG", lambda path: path.write_bytes(b"")),
+    "cmyk.tif": (
+        "CMYK images are not supported",
+        lambda path: tifffile.imwrite(path, random(8, 12, 4).astype(np.uint8), photometric="separated"),
+    ),
+}
+
+
+def png(values):
+    from io import BytesIO
+
+    Pillow.fromarray(values.astype(np.uint8)).save(stream := BytesIO(), format="PNG")
+    return stream.getvalue()
+
+
+def nifti(path, values):
+    nib.save(nib.Nifti1Image(values.astype(np.float32), np.eye(4)), path)
+
+
+class TestErrors:
+    @pytest.mark.parametrize("name", BAD)
+    def test_a_bad_image_is_one_line_and_the_stream_stops_or_goes_on(self, dltta, code, folders, name):
+        images, output = folders
+        words, make = BAD[name]
+        pictures(images, 2, seed=3)
+        (images / "case_0.png").rename(images / "a.png")
+        (images / "case_1.png").rename(images / "z.png")
+        make(images / name)
+        given = ("adapt", "-m", code("grey"), "-i", images, "-o", output)
+        done, out, err = dltta(*given)
+        bar, sentence = err.splitlines()
+        assert (done, out) == (2, "")
+        assert bar.startswith("adapt ")
+        assert sentence.startswith("error: ")
+        assert words in sentence
+        assert name.split(".")[0] in sentence
+        assert [line.get("case") for line in lines(output)] == [None, "a"]
+        done, out, err = dltta(*given, "--resume", "--on-error", "skip")
+        assert (done, out) == (1, f"{output}: 1 answered, 1 had their answer, 1 failed\n")
+        sentence = err.splitlines()[1]
+        assert (sentence.startswith("skipped: "), err.count("\n")) == (True, 2)
+        assert words in sentence
+        assert sorted(path.name for path in output.glob("*.png")) == ["a.png", "z.png"]
+
+    def test_skipped_cases_are_told_to_machines(self, dltta, code, folders):
+        images, output = folders
+        pictures(images, 2)
+        (images / "bad.png").write_bytes(b"")
+        given = ("adapt", "-m", code("grey"), "-i", images, "-o", output, "--on-error", "skip", "--json")
+        done, out, _ = dltta(*given)
+        found = json.loads(out)
+        assert (done, found["answered"], found["output"]) == (1, 2, str(output))
+        assert "bad.png: cannot be read as PNG" in found["failed"][0]
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            (("--method", "tents"), "did you mean 'tent'?"),
+            (("--rate", "dynamik"), "did you mean 'dynamic'?"),
+            (("--mode", "frosen"), "did you mean 'frozen'?"),
+            (("--on-error", "halt"), "there is no answer to errors 'halt'; there are stop, skip"),
+            (("--order", "size"), "did you mean 'time'?"),
+            (("--idle", "3"), "--idle ends a watch; add --watch"),
+            (("--patch", "8by8"), "'8by8' is not a size"),
+            (("--patch", "8x8x8"), "cannot be tried out (expected 4D input (got 5D input))"),
+            (("--intensity", "scale"), "write zscore, scale:255 or imagenet:255"),
+            (("--intensity", "scale:white"), "is not the largest value of an image"),
+            (("--intensity", "zcore"), "did you mean 'zscore'?"),
+            (("--method", "ttt"), "this model has no rotation head"),
+            (("--statistics", "shrunken"), "need a calibrated network"),
+            (("--batch-size", "3"), "segmentations are adapted to one by one"),
+            (("--steps", "0"), "steps must be at least 1"),
+            (("--device", "quantum"), "device 'quantum' cannot be used"),
+            (("--alpha", "-1"), "alpha must be a finite number"),
+        ],
+    )
+    def test_wrong_options_are_one_line_and_nothing_is_written(self, dltta, code, folders, change, words):
+        images, output = folders
+        pictures(images, 1)
+        done, _, err = dltta("adapt", "-m", code("grey"), "-i", images, "-o", output, *change)
+        assert (done, err.count("\n")) == (2, 1), err
+        assert words in err
+        assert not output.exists()
+
+    def test_an_empty_folder(self, dltta, code, folders):
+        images, output = folders
+        done, _, err = dltta("adapt", "-m", code("grey"), "-i", images, "-o", output)
+        assert (done, err) == (2, f"error: {images}: the folder is empty; give PNG, TIFF, NIfTI or DICOM images\n")
+        assert not output.exists()
+
+    def test_an_output_that_cannot_be_written(self, dltta, code, folders):
+        images, _ = folders
+        pictures(images, 1)
+        done, _, err = dltta("adapt", "-m", code("grey"), "-i", images, "-o", "/sys/answers")
+        assert (done, err.count("\n")) == (2, 1)
+        assert "error: /sys/answers: cannot be written" in err
+
+    def test_answers_among_the_images(self, dltta, code, folders):
+        images, _ = folders
+        pictures(images, 1)
+        done, _, err = dltta("adapt", "-m", code("grey"), "-i", images, "-o", images)
+        assert (done, err.count("\n")) == (2, 1)
+        assert sorted(path.name for path in images.iterdir() if path.is_file()) == ["case_0.png"]
+
+    def test_a_second_stream_into_the_same_folder(self, dltta, code, folders):
+        images, output = folders
+        pictures(images, 1)
+        assert dltta("adapt", "-m", code("grey"), "-i", images, "-o", output)[0] == 0
+        done, _, err = dltta("adapt", "-m", code("grey"), "-i", images, "-o", output)
+        assert (done, "already holds a stream; add --resume to continue it" in err) == (2, True)
+
+
+CAN_MOUNT = subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CAN_MOUNT, reason="this machine lets nobody mount a disk of his own")
+class TestRealDisks:
+    """A disk of half a megabyte, and one that is read-only, in a namespace of their own."""
+
+    def adapt(self, folder, checkpoint, images, *, size, before="true", after=""):
+        python = f"{sys.executable} -m dltta"
+        command = f"{python} adapt -m {checkpoint} -i {images} -o {folder}/out --resume"
+        script = f'mount -t tmpfs -o size={size} x {folder} && {{ {before}; {command}; echo "ended $?" >&2; {after} }}'
+        return subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, check=False)
+
+    def test_a_disk_that_fills_up_and_gets_room_again(self, checkpoint, folders, tmp_path):
+        images, _ = folders
+        pictures(images, 12, size=(40, 48))
+        disk = tmp_path / "disk"
+        disk.mkdir()
+        dltta = f"{sys.executable} -m dltta"
+        again = f"{dltta} adapt -m {checkpoint} -i {images} -o {disk}/out --resume; {dltta} state verify {disk}/out"
+        again = f"mount -o remount,size=50m {disk}; {again};"
+        done = self.adapt(disk, checkpoint, images, size="400k", after=again)
+        errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1
+        assert "cannot be written (No space left on device); free space" in errors[0]
+        assert "ended 2" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert "had their answer" in done.stdout
+        assert "the record is as it was written" in done.stdout
+
+    def test_a_disk_that_is_read_only(self, checkpoint, folders, tmp_path):
+        images, _ = folders
+        pictures(images, 2)
+        disk = tmp_path / "disk"
+        disk.mkdir()
+        done = self.adapt(disk, checkpoint, images, size="1m", before=f"mount -o remount,ro {disk}")
+        assert "cannot be written (Read-only file system)" in done.stderr
+        assert ("ended 2" in done.stderr, "Traceback" in done.stderr) == (True, False)
+
+
+class TestState:
+    @pytest.fixture
+    def output(self, dltta, checkpoint, folders):
+        images, output = folders
+        pictures(images, 3, size=(20, 24))
+        assert dltta("adapt", "-m", checkpoint, "-i", images, "-o", output)[0] == 0
+        return output
+
+    def test_list_and_show(self, dltta, output):
+        done, out, _ = dltta("state", "list", output)
+        assert done == 0
+        rows = [row.split() for row in out.splitlines()]
+        assert [row[-1] for row in rows] == ["start", "case_0", "case_1", "case_2"]
+        assert rows[-1][:2] == ["*", "3"]
+        assert [entry["version"] for entry in json.loads(dltta("state", "list", output, "--json")[1])] == [0, 1, 2, 3]
+        out = dltta("state", "show", output, "--version", "1")[1]
+        assert out.startswith("version 1 after 1 batches, 1 pairs in memory\n")
+        assert "method: tent" in out
+        assert json.loads(dltta("state", "show", output, "--json")[1])["version"] == 3
+
+    def test_roll_back_and_go_on(self, dltta, output, checkpoint, folders):
+        done, out, _ = dltta("state", "rollback", output, "--to", "1")
+        assert (done, out) == (0, f"{output}: version 4 is version 1 again\n")
+        assert dltta("adapt", "-m", checkpoint, "-i", folders[0], "-o", output, "--resume")[0] == 0
+        assert dltta("state", "list", output)[1].splitlines()[-1].split()[-3:] == ["rollback", "to", "1"]
+
+    def test_verify(self, dltta, output):
+        assert dltta("state", "verify", output)[:2] == (0, f"{output}: the record is as it was written\n")
+        (output / "case_1.png").unlink()
+        assert dltta("state", "verify", output)[:2] == (1, f"{output / 'case_1.png'} is missing\n")
+        assert json.loads(dltta("state", "verify", output, "--json")[1]) == [f"{output / 'case_1.png'} is missing"]
+
+    @pytest.mark.parametrize(
+        "command",
+        [("list",), ("show",), ("verify",), ("rollback", "--to", "0"), ("export", "-m", "MODEL", "-o", "new")],
+        ids=lambda command: command[0],
+    )
+    def test_a_folder_that_is_no_stream_is_one_line(self, dltta, checkpoint, folders, command):
+        name, *options = (str(checkpoint) if part == "MODEL" else part for part in command)
+        done, _, err = dltta("state", name, folders[0], *options)
+        assert (done, err.count("\n")) == (2, 1)
+        assert "is not the output of dltta adapt" in err
+
+    @pytest.mark.parametrize(
+        ("command", "words"),
+        [
+            (("show", "--version", "9"), "there is no version 9; there are 0-3"),
+            (("rollback", "--to", "9"), "there is no version 9; there are 0-3"),
+        ],
+    )
+    def test_a_version_that_is_not_there_is_one_line(self, dltta, output, command, words):
+        done, _, err = dltta("state", command[0], output, *command[1:])
+        assert (done, err.count("\n"), words in err) == (2, 1, True)
+
+    def test_export_into_a_full_folder_is_one_line(self, dltta, output, checkpoint, folders):
+        done, _, err = dltta("state", "export", output, "-m", checkpoint, "-o", folders[0])
+        assert (done, err.count("\n")) == (2, 1)
+        assert "is there already and not empty" in err
+
+    @pytest.mark.parametrize("command", ["list", "show", "rollback", "verify", "export"])
+    def test_help_shows_an_example(self, dltta, command):
+        code, out, _ = dltta("state", command, "--help")
+        assert code == 0
+        assert f"dltta state {command}" in out.split("For example")[1]
+
+
+def test_help_fits_a_terminal_and_shows_examples(dltta, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    code, out, _ = dltta("adapt", "--help")
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    assert "…" not in out.replace("mps …", "")
+    assert out.count("dltta adapt -m") == 3
+
+
+class TestWatching:
+    @pytest.mark.long
+    def test_cases_are_answered_as_they_come_and_those_answered_are_not_waited_for(self, dltta, code, folders):
+        """Resumed, the watch ends after its idle time: nothing that was answered counts as news."""
+        images, output = folders
+        pictures(images, 2)
+
+        def bring():
+            time.sleep(1.2)
+            Pillow.fromarray(random(8, 12).astype(np.uint8)).save(images.parent / "later.png")
+            (images.parent / "later.png").replace(images / "later.png")
+
+        thread = threading.Thread(target=bring)
+        thread.start()
+        given = ("adapt", "-m", code("grey"), "-i", images, "-o", output, "--watch", "--idle", "1.5", "--resume")
+        done, out, _ = dltta(*given)
+        thread.join()
+        assert (done, out) == (0, f"{output}: 3 answered\n")
+        before = told(output)
+        (images / "case_0.png").write_bytes(b"not looked at")
+        done, out, _ = dltta(*given)
+        assert (done, out) == (0, f"{output}: 0 answered\n")
+        assert told(output) == before
+
+    def test_a_file_named_stop_ends_it(self, dltta, code, folders):
+        images, output = folders
+        pictures(images, 1)
+        threading.Timer(2.5, lambda: (images / "STOP").touch()).start()
+        done, out, _ = dltta("adapt", "-m", code("grey"), "-i", images, "-o", output, "--watch")
+        assert (done, out) == (0, f"{output}: 1 answered\n")
+
+
+def test_ctrl_c_keeps_what_was_answered(dltta, code, folders, tmp_path):
+    images, output = folders
+    pictures(images, 2)
+    shown = tmp_path / "shown"
+
+    def watching():
+        from dltta import cli
+
+        handle = os.open(shown, os.O_WRONLY | os.O_CREAT)
+        os.dup2(handle, 2)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        monkey = ["dltta", "adapt", "-m", code("grey"), "-i", images, "-o", output, "--watch"]
+        sys.argv = list(map(str, monkey))
+        sys.stderr = os.fdopen(os.dup(handle), "w")
+        cli.screen.file = sys.stderr
+        cli.main()
+
+    process = start(watching)
+    deadline = time.monotonic() + 60
+    while not (output / "case_1.png").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(process, signal.SIGINT)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 130
+    assert "interrupted; the same command continues where it stopped, adapt and train with --resume" in " ".join(
+        shown.read_text().split()
+    )
+    assert dltta("adapt", "-m", code("grey"), "-i", images, "-o", output, "--resume")[0] == 0
+    assert len([line for line in lines(output) if "answer" in line]) == 2

@@ -1,0 +1,242 @@
+"""A whole experiment: run, interrupt, continue, and every number from the streams."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+
+import dltta.evaluation.experiment
+from dltta.config import AdaptationSettings
+from dltta.errors import DataError, SettingError
+from dltta.evaluation import Results
+from dltta.evaluation.experiment import Experiment, run_experiment
+from dltta.models.io.checkpoint import load_checkpoint, save_checkpoint
+from dltta.training import TrainingSettings
+
+
+def small(folder, **options):
+    settings = {
+        "source": ("phantom:oct:spectralis:6",),
+        "targets": ("phantom:oct:cirrus:4:1",),
+        "output": str(folder),
+        "network_options": {"width": 4},
+        "methods": ("source", "tent"),
+        "examples": 2,
+        "training": TrainingSettings(epochs=1, batch_size=2, validation=0.34),
+        "adaptation": AdaptationSettings(batches_kept=2, neighbors=1),
+        **options,
+    }
+    return Experiment(**settings)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("experiment")
+    return folder, run_experiment(small(folder))
+
+
+def test_every_stream_is_there_once(finished):
+    _, results = finished
+    kinds = [(s.source, s.target, s.method, s.rate) for s in results.streams]
+    assert kinds == [
+        ("spectralis", "spectralis", "source", "none"),
+        ("spectralis", "cirrus", "source", "none"),
+        ("spectralis", "cirrus", "tent", "fixed"),
+        ("spectralis", "cirrus", "tent", "dynamic"),
+    ]
+    assert [len(s.cases) for s in results.streams[1:]] == [4, 4, 4]
+    dynamic = results.streams[3].cases
+    assert [case.discrepancy is None for case in dynamic] == [True, True, False, False]
+    assert dynamic[3].rate == pytest.approx(1e-3 * dynamic[3].discrepancy)
+
+
+def test_outputs_are_written(finished):
+    folder, results = finished
+    assert Results.load(folder / "results.json").streams == results.streams
+    assert {"table.md", "table.tex", "table.csv", "report.html"} <= {path.name for path in folder.iterdir()}
+    assert "cirrus" in (folder / "table.md").read_text()
+
+
+def test_a_second_run_runs_nothing_and_changes_no_byte(finished, monkeypatch):
+    folder, _ = finished
+    before = {name: (folder / name).read_bytes() for name in ("results.json", "table.md", "report.html")}
+    monkeypatch.setattr(
+        dltta.evaluation.experiment, "run_job", lambda *job: pytest.fail("a finished stream was run again")
+    )
+    run_experiment(small(folder))
+    assert before == {name: (folder / name).read_bytes() for name in before}
+
+
+@pytest.mark.long
+def test_an_interrupted_experiment_continues_with_what_is_missing(finished, tmp_path, monkeypatch):
+    folder, _ = finished
+    real, ran = dltta.evaluation.experiment.run_job, []
+
+    def third_fails(bench, job, device):
+        if len(ran) == 2:
+            raise KeyboardInterrupt
+        ran.append(job)
+        real(bench, job, device)
+
+    monkeypatch.setattr(dltta.evaluation.experiment, "run_job", third_fails)
+    with pytest.raises(KeyboardInterrupt):
+        run_experiment(small(tmp_path))
+    monkeypatch.setattr(dltta.evaluation.experiment, "run_job", lambda *job: (ran.append(job[1]), real(*job)))
+    run_experiment(small(tmp_path))
+    assert len(ran) == len(set(ran)) == 4
+    assert (tmp_path / "results.json").read_bytes() == (folder / "results.json").read_bytes()
+
+
+@pytest.mark.long
+def test_other_settings_run_the_streams_that_they_decide(finished, monkeypatch):
+    folder, _ = finished
+    ran = []
+    real = dltta.evaluation.experiment.run_job
+    monkeypatch.setattr(
+        dltta.evaluation.experiment, "run_job", lambda *job: (ran.append(f"{job[1].method} {job[1].rate}"), real(*job))
+    )
+    run_experiment(small(folder, adaptation=AdaptationSettings(alpha=5e-3, batches_kept=2, neighbors=1)))
+    assert ran == ["tent fixed", "tent dynamic"]
+    ran.clear()
+    run_experiment(small(folder, adaptation=AdaptationSettings(batches_kept=3, neighbors=1)))
+    assert ran == ["tent dynamic"]
+
+
+@pytest.mark.long
+def test_another_calibration_runs_the_streams_that_measure_with_it(finished, tmp_path, monkeypatch):
+    folder, _ = finished
+    work = tmp_path / "work"
+    shutil.copytree(folder, work)
+    experiment = small(work, rates=("fixed", "relative"))
+    run_experiment(experiment)
+    checkpoint = load_checkpoint(work / "models" / "seed_0")
+    answers = {**checkpoint.calibration.answers, "discrepancy": 123.0}
+    save_checkpoint(
+        work / "models" / "seed_0", replace(checkpoint, calibration=replace(checkpoint.calibration, answers=answers))
+    )
+    ran = []
+    real = dltta.evaluation.experiment.run_job
+    monkeypatch.setattr(
+        dltta.evaluation.experiment, "run_job", lambda *job: (ran.append(f"{job[1].method} {job[1].rate}"), real(*job))
+    )
+    run_experiment(experiment)
+    assert ran == ["tent relative"]
+
+
+def test_experiments_that_share_their_work_train_and_run_nothing_twice(finished, tmp_path, monkeypatch):
+    folder, results = finished
+    monkeypatch.setattr(
+        dltta.evaluation.experiment, "run_job", lambda *job: pytest.fail("a finished stream was run again")
+    )
+    again = run_experiment(small(tmp_path / "other", work=str(folder)))
+    assert again.streams == results.streams
+    assert not (tmp_path / "other" / "models").exists()
+    assert (tmp_path / "other" / "results.json").is_file()
+
+
+@pytest.mark.long
+def test_orders_differ_and_are_shared_by_methods(tmp_path):
+    results = run_experiment(small(tmp_path, orders=2, methods=("source", "ptbn")))
+    at_target = [s for s in results.streams if s.target == "cirrus"]
+    orders = {(s.method, s.order): [case.case for case in s.cases] for s in at_target}
+    assert orders["source", 0] == orders["ptbn", 0] != orders["source", 1] == orders["ptbn", 1]
+
+
+def test_targets_of_another_task_fail_before_anything_is_trained(tmp_path):
+    with pytest.raises(DataError, match="hospital_1 has classification"):
+        run_experiment(small(tmp_path / "out", targets=("phantom:histology:hospital_1:2",)))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_processes_give_the_same_results_as_one(finished, tmp_path):
+    folder, _ = finished
+    run_experiment(replace(small(folder), output=str(tmp_path)), processes=2)
+    ours, theirs = (Results.load(path / "results.json") for path in (tmp_path, folder))
+    assert ours.streams == theirs.streams
+
+
+def test_sites_below_a_root_are_named_without_it(tmp_path):
+    experiment = Experiment(
+        ("site_a",), ("site_b", "phantom:oct:cirrus:4"), "out", root=str(tmp_path), in_domain="none"
+    )
+    assert str(tmp_path) not in json.dumps(experiment.describe())
+    assert {job.target for job in experiment.jobs()} == {"site_b", "phantom:oct:cirrus:4"}
+    assert experiment.open("phantom:oct:cirrus:4").site == "cirrus"
+    with pytest.raises(DataError, match=str(tmp_path / "site_b")):
+        experiment.open("site_b")
+
+
+@pytest.mark.long
+def test_matched_runs_at_the_mean_rate_of_the_dynamic_stream(finished, tmp_path):
+    folder, _ = finished
+    rates = ("matched", "dynamic", "fixed:1e-2", "recommended")
+    results = run_experiment(small(tmp_path, work=str(folder), methods=("ptbn", "tent"), rates=rates))
+    by_rate = {(stream.method, stream.rate): stream for stream in results.streams}
+    dynamic = [case.rate for case in by_rate["tent", "dynamic"].cases]
+    assert {case.rate for case in by_rate["tent", "matched"].cases} == {sum(dynamic) / len(dynamic)}
+    assert {case.rate for case in by_rate["tent", "fixed:1e-2"].cases} == {1e-2}
+    assert ("ptbn", "recommended") in by_rate
+    pairs = zip(by_rate["ptbn", "none"].cases, by_rate["ptbn", "recommended"].cases, strict=True)
+    assert any(a.metrics != b.metrics for a, b in pairs)
+
+
+@pytest.mark.parametrize("rate", ["fixd", "fixed:fast"])
+def test_a_rate_that_is_none_is_refused(tmp_path, rate):
+    with pytest.raises(SettingError, match="rate"):
+        small(tmp_path, rates=(rate,))
+
+
+TINY = {"cyclegan": {"epochs": 1, "width": 2, "blocks": 1, "discriminator_width": 2}, "udas": {"epochs": 1, "width": 2}}
+
+
+@pytest.mark.long
+def test_methods_that_learn_with_the_target_have_a_model_for_each_seed_and_target(tmp_path, monkeypatch):
+    options = {
+        "targets": ("phantom:oct:cirrus:3:1", "phantom:oct:spectralis:2:2"), "methods": ("source", "udas"), "seeds": 2,
+        "in_domain": "none", "uda": TINY,
+    }  # fmt: skip
+    monkeypatch.setattr(dltta.evaluation.experiment, "write_report", lambda *_, **__: None)
+    results = run_experiment(small(tmp_path, **options))
+    streams = [s for s in results.streams if s.method == "udas"]
+    assert [(s.source, s.target, s.rate, s.seed) for s in streams] == [
+        ("spectralis", target, "none", seed) for seed in (0, 1) for target in ("cirrus", "spectralis")
+    ]
+    models = {path.name for path in (tmp_path / "models").iterdir()}
+    names = {f"udas_phantom-oct-{case}_seed_{seed}" for case in ("cirrus-3-1", "spectralis-2-2") for seed in (0, 1)}
+    assert models == {"seed_0", "seed_1"} | names
+    record = load_checkpoint(tmp_path / "models" / "udas_phantom-oct-cirrus-3-1_seed_1").record
+    assert (record["uda"]["targets"], record["uda"]["target_images"]) == (["cirrus"], 3)
+    assert (
+        "UDAS was trained with labeled source images and all images of the target"
+        in (tmp_path / "table.md").read_text()
+    )
+
+    def train(*_):
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr("dltta.training.uda.udas.UDAS.train", train)
+    assert run_experiment(small(tmp_path, **options)) == results
+
+
+@pytest.mark.long
+def test_a_translated_network_runs_in_a_stream(tmp_path, monkeypatch):
+    monkeypatch.setattr(dltta.evaluation.experiment, "write_report", lambda *_, **__: None)
+    results = run_experiment(small(tmp_path, methods=("source", "cyclegan"), in_domain="none", uda=TINY))
+    source, translated = results.streams
+    assert translated.method == "cyclegan"
+    assert [case.metrics["dice"] for case in source.cases] != [case.metrics["dice"] for case in translated.cases]
+
+
+@pytest.mark.parametrize(
+    ("uda", "words"),
+    [
+        ({"udass": {}}, "no method that learns with target images 'udass'; did you mean 'udas'"),
+        ({"udas": {"epoch": 3}}, r"no key in \[uda.udas\] 'epoch'; did you mean 'epochs'"),
+        ({"cyclegan": {"epochs": 0}}, "epochs of cyclegan must be at least 1"),
+    ],
+)
+def test_settings_of_these_methods_are_checked_before_anything_runs(tmp_path, uda, words):
+    with pytest.raises(SettingError, match=words):
+        small(tmp_path, uda=uda)
