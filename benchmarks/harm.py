@@ -100,7 +100,7 @@ def between(genuine: Sequence[Item], useless: Sequence[Tensor], block: int) -> l
 
 
 STRENGTHS = {
-    "default": "as `dltta adapt` does by default: shrunken statistics, relative rate, the paper's α",
+    "default": "as `dltta adapt` does by default: shrinkage statistics, relative rate, the paper's α",
     "strong": "batch statistics, relative rate, α = 1: an engineer who wants to see something move",
 }
 
@@ -112,7 +112,7 @@ def run(bed: Bed, items: Sequence[Item], strength: str, *, factor: float, guard:
         bed.settings,
         alpha=(alpha or 0.0) * factor,
         guard=guard,
-        statistics="shrunken" if strength == "default" else "batch",
+        statistics="shrinkage" if strength == "default" else "batch",
     )
     adapter = make_adapter(bed.checkpoint, "tent", "relative", settings)
     scores: list[float | None] = []

@@ -86,9 +86,7 @@ def _stopwatch(adapter: Adapter) -> Iterator[dict[str, float]]:
         patch.object(optimizer, "step", timed(optimizer.step, lambda: "update")),
         patch.object(memory, "recall", timed(memory.recall, lambda: "recall")),
         patch.object(memory, "push", timed(memory.push, lambda: "push")),
-        patch.object(
-            dltta.core.adapter, "batch_discrepancy", timed(dltta.core.adapter.batch_discrepancy, lambda: "discrepancy")
-        ),
+        patch.object(step, "batch_discrepancy", timed(step.batch_discrepancy, lambda: "discrepancy")),
         patch.object(step, "probabilities", timed(step.probabilities, probabilities_part)),
     ):
         yield parts

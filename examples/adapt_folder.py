@@ -23,7 +23,7 @@ from dltta.serving.maintenance import export, list_versions, roll_back, verify
 from dltta.training import SourceTraining, TrainingSettings
 
 CASES = 9  # the discrepancy needs eight before it
-RATE = "recommended"  # relative, with shrunken statistics and guard: what `dltta adapt` does
+RATE = "recommended"  # relative, with shrinkage statistics and guard: what `dltta adapt` does
 
 
 def main(folder: Path) -> None:

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from dltta.config import AdaptationSettings, make_adapter
 from dltta.data.phantom import changing
 from dltta.metrics import dice_per_class, mean_defined
-from dltta.models.calibration import LayerSamples, Strangeness
+from dltta.models.calibration import LayerSamples, OODScore
 from dltta.models.io.checkpoint import load_checkpoint
 from dltta.quality.guard import Limits
 
@@ -24,7 +24,7 @@ BLOCK = 24
 AFTER = 4  # images after a change that are compared with the others
 RULES = {
     "dynamic": ("Eq. (6)", "#c0392b", AdaptationSettings(ready="neighbors")),
-    "relative": ("relative, recommended", "#1f6fb4", AdaptationSettings(ready="neighbors", statistics="shrunken")),
+    "relative": ("relative, recommended", "#1f6fb4", AdaptationSettings(ready="neighbors", statistics="shrinkage")),
 }
 
 
@@ -49,19 +49,19 @@ def main() -> None:
         mean_defined(dice_per_class(a, c.label, len(checkpoint.classes))) for a, c in zip(answers, cases, strict=True)
     ]
     found["source"] = [100 * score for score in scores]
-    found["strangeness"], found["home"] = strangeness(checkpoint, cases)
+    found["ood_score"], found["home"] = ood_score(checkpoint, cases)
     (DOCS / "results" / "change.json").write_text(json.dumps(found) + "\n")
     draw(found).savefig(DOCS / "images" / "change.png", dpi=120)
 
 
 @torch.no_grad()
-def strangeness(checkpoint, cases) -> tuple[list[float], float]:
+def ood_score(checkpoint, cases) -> tuple[list[float], float]:
     """Of every image at the first normalization, and up to where the guard takes an image for one of the source."""
-    measure, samples = Strangeness(checkpoint.calibration), LayerSamples()
+    measure, samples = OODScore(checkpoint.calibration), LayerSamples()
     with samples.watching(checkpoint.model):
         for case in cases:
             checkpoint.model(case.image[None])
-    return measure(samples.stacked())[0].tolist(), Limits.calibrated(checkpoint.calibration.answers).home[0]
+    return measure(samples.stacked())[0].tolist(), Limits.calibrated(checkpoint.calibration.predictions).home[0]
 
 
 def summary(rows: list[dict]) -> dict:
@@ -86,9 +86,9 @@ def draw(found: dict) -> Figure:
         upper.plot(places, [rows[i]["discrepancy"] for i in places], color=color, label=label)
         middle.semilogy(places, [rows[i]["rate"] for i in places], color=color)
         lower.plot(range(len(rows)), [row["dice"] for row in rows], color=color)
-    top.semilogy(found["strangeness"], color="#2c7a4b")
+    top.semilogy(found["ood_score"], color="#2c7a4b")
     top.axhline(found["home"], color="#2c7a4b", linewidth=0.8, linestyle=":")
-    top.set_ylabel("strangeness")
+    top.set_ylabel("ood_score")
     top.text(0, found["home"] * 1.2, "at home below", fontsize=8, color="#2c7a4b")
     lower.plot(found["source"], color="#888888", linewidth=1, label="not adapted")
     upper.set_ylabel("discrepancy")

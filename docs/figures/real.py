@@ -35,7 +35,7 @@ COMPARISONS = (
     (
         "recommended",
         "fixed",
-        "The recommended default (shrunken statistics, relative rate, guard) against the paper's recipe with a fixed "
+        "The recommended default (shrinkage statistics, relative rate, guard) against the paper's recipe with a fixed "
         "rate:",
     ),
 )
@@ -136,10 +136,10 @@ def why() -> str:
     file = DOCS / "results" / "why.json"
     if not file.is_file():
         return ""
-    lines = ["| | stored | shrunken | the image's own | usual discrepancy |", "|:--|--:|--:|--:|--:|"]
+    lines = ["| | stored | shrinkage | the image's own | usual discrepancy |", "|:--|--:|--:|--:|--:|"]
     for task, entry in json.loads(file.read_text()).items():
         for site, scores in entry["sites"].items():
-            shown = " | ".join(f"{scores[way]:.1f}" for way in ("source", "shrunken", "own"))
+            shown = " | ".join(f"{scores[way]:.1f}" for way in ("source", "shrinkage", "own"))
             level = f"{entry['discrepancy']:.3g}" if site == "home" and entry["discrepancy"] is not None else ""
             lines.append(f"| {task}, {site} | {shown} | {level} |")
     return (

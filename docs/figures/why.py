@@ -20,13 +20,13 @@ from dltta.evaluation.experiment import Experiment
 from dltta.metrics import dice_per_class, mean_defined
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
 from dltta.models.normalization import use_test_statistics
-from dltta.models.statistics import OwnStatistics
+from dltta.models.statistics import InstanceStatistics
 from dltta.training.examples import gather, split_by_group
 
 DOCS = Path(__file__).parent.parent
 MOST = 24  # images of a site
-WAYS = {"source": "stored", "shrunken": "shrunken", "own": "the image's own"}
-COLORS = {"source": "#888888", "shrunken": "#1f6fb4", "own": "#c0392b"}
+WAYS = {"source": "stored", "shrinkage": "shrinkage", "own": "the image's own"}
+COLORS = {"source": "#888888", "shrinkage": "#1f6fb4", "own": "#c0392b"}
 
 
 def main(runs: Path, sites: str, tasks: list[str]) -> None:
@@ -48,12 +48,12 @@ def measured(checkpoint: Checkpoint, config: dict, root: str) -> dict:
     experiment = Experiment(tuple(config["source"]), tuple(config["targets"]), "", root=root)
     networks = {"source": checkpoint.model.eval()}
     for way, statistics in (
-        ("shrunken", make_statistics("shrunken", checkpoint.calibration)),
-        ("own", OwnStatistics()),
+        ("shrinkage", make_statistics("shrinkage", checkpoint.calibration)),
+        ("own", InstanceStatistics()),
     ):
         networks[way] = copy.deepcopy(checkpoint.model)
         use_test_statistics(networks[way], statistics)
-    found = {"task": checkpoint.task, "discrepancy": checkpoint.calibration.answers["discrepancy"], "sites": {}}
+    found = {"task": checkpoint.task, "discrepancy": checkpoint.calibration.predictions["discrepancy"], "sites": {}}
     for name, pairs in (at_home(checkpoint, experiment, config) | away(checkpoint, experiment)).items():
         found["sites"][name] = {way: score(network, pairs, checkpoint) for way, network in networks.items()}
     return found

@@ -27,7 +27,7 @@ from dltta.models.io.checkpoint import Checkpoint
 from dltta.models.io.opened import OpenedModel
 from dltta.models.nets.architecture import BUILDERS, Architecture
 from dltta.models.normalization import BATCH_STATISTICS, Statistics
-from dltta.models.statistics import Blended, Running, Shrunken
+from dltta.models.statistics import Blended, Running, Shrinkage
 from dltta.quality.guard import Guard, Limits, SourceGuard
 from dltta.training.uda import Method
 from dltta.training.uda.cyclegan import CycleGAN
@@ -44,9 +44,9 @@ UDA: dict[str, type[Method]] = {  # these learn with the target's images
 }
 WITHOUT_RATE = ("source", "ptbn", *UDA)
 RATES = ("fixed", "dynamic", "exponential", "relative")
-RECOMMENDED = "recommended"  # as a rate: relative, with shrunken statistics and guard; what `dltta adapt` does
+RECOMMENDED = "recommended"  # as a rate: relative, with shrinkage statistics and guard; what `dltta adapt` does
 MATCHED = "matched"  # as a rate in a comparison: fixed at the mean rate of the dynamic stream
-STATISTICS = ("batch", "shrunken", "blended", "running")
+STATISTICS = ("batch", "shrinkage", "blended", "running")
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
 Built = TypeVar("Built")
 
@@ -69,7 +69,7 @@ class AdaptationSettings:
     ready: Ready = "full"
     distance: Distance = "l2"
     pool: int | None = None
-    statistics: Literal["batch", "shrunken", "blended", "running"] = "batch"
+    statistics: Literal["batch", "shrinkage", "blended", "running"] = "batch"
     guard: bool = False
     prefill: bool = False  # the memory begins with the pairs of source images that the checkpoint keeps
 
@@ -89,7 +89,7 @@ class AdaptationSettings:
 
     def measures(self, rate: str) -> bool:
         """Whether a stream with this rate measures with the network's calibration."""
-        return rate.partition(":")[0] in ("relative", RECOMMENDED) or self.guard or self.statistics == "shrunken"
+        return rate.partition(":")[0] in ("relative", RECOMMENDED) or self.guard or self.statistics == "shrinkage"
 
     def memory(self) -> MemoryBank:
         """A new bank; settings must be complete (`for_task`)."""
@@ -129,12 +129,14 @@ class TrainConfig:
 
 
 def make_statistics(name: str, calibration: Calibration | None, batch_size: int = 1) -> Statistics:
-    """The normalization statistics of that name; `shrunken` needs a calibrated network."""
+    """The normalization statistics of that name; `shrinkage` needs a calibrated network."""
     require("statistics", name, STATISTICS)
-    if name == "shrunken":
+    if name == "shrinkage":
         if calibration is None:
-            raise SettingError("shrunken statistics need a calibrated network; train it again, or use batch statistics")
-        return Shrunken(calibration.moments(batch_size))
+            raise SettingError(
+                "shrinkage statistics need a calibrated model; train it again, or use batch statistics"
+            )
+        return Shrinkage(calibration.moments(batch_size))
     plain: dict[str, Statistics] = {"batch": BATCH_STATISTICS, "blended": Blended(), "running": Running()}
     return plain[name]
 
@@ -143,7 +145,7 @@ def make_guard(calibration: Calibration | None, method: str) -> Guard:
     """With limits from source images where there are any."""
     if calibration is None:
         return SourceGuard()
-    return SourceGuard(Limits.calibrated(calibration.answers, **LIMITS.get(method, {})), calibration)
+    return SourceGuard(Limits.calibrated(calibration.predictions, **LIMITS.get(method, {})), calibration)
 
 
 def make_objective(
@@ -181,7 +183,7 @@ def make_rate(rate: str, alpha: float, calibration: Calibration | None = None) -
     """`fixed`, `dynamic` (Eq. 6), `exponential` or `relative`, with alpha as scale and initial value."""
     require("rate", rate, RATES)
     if rate == "relative":
-        return Relative(alpha, level=None if calibration is None else calibration.answers.get("discrepancy"))
+        return Relative(alpha, level=None if calibration is None else calibration.predictions.get("discrepancy"))
     rules: dict[str, LearningRate] = {
         "fixed": Fixed(alpha),
         "dynamic": Proportional(alpha),
@@ -217,7 +219,7 @@ def make_adapter(checkpoint: Checkpoint | OpenedModel, method: str, rate: str, s
     """The adapter that one stream is run with; `rate` is as `split_rate` reads it, or "none" without a loss."""
     rule_name, alpha = ("none", None) if rate == "none" else split_rate(rate)
     if rule_name == RECOMMENDED:
-        settings = replace(settings, statistics="shrunken", guard=True, ready="neighbors")
+        settings = replace(settings, statistics="shrinkage", guard=True, ready="neighbors")
         rule_name = "relative"
     settings = settings.for_task(checkpoint.task)
     calibration = checkpoint.calibration

@@ -63,7 +63,7 @@ class Recipe:
     """Everything that decides what a stream of images does to a model; None stands for the paper's value for the task.
 
     `name` says where the values come from: `paper`, `recommended` or `own`. `method` and `rate` are names of this
-    module, or `package.module:Class`. `statistics` None is `shrinkage` for a calibrated model and `batch` for any other.
+    module, or `package.module:Class`. `statistics` None is `shrinkage` for a calibrated model, else `batch`.
     """
 
     method: str = Method.TENT

@@ -421,7 +421,7 @@ class TestErrors:
             (("--intensity", "scale:white"), "is not the largest value of an image"),
             (("--intensity", "zcore"), "did you mean 'zscore'?"),
             (("--method", "ttt"), "this model has no rotation head"),
-            (("--statistics", "shrunken"), "need a calibrated network"),
+            (("--statistics", "shrinkage"), "need a calibrated network"),
             (("--batch-size", "3"), "segmentations are adapted to one by one"),
             (("--steps", "0"), "steps must be at least 1"),
             (("--device", "quantum"), "device 'quantum' cannot be used"),

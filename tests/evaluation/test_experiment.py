@@ -111,7 +111,7 @@ def test_another_calibration_runs_the_streams_that_measure_with_it(finished, tmp
     experiment = small(work, rates=("fixed", "relative"))
     run_experiment(experiment)
     checkpoint = load_checkpoint(work / "models" / "seed_0")
-    answers = {**checkpoint.calibration.answers, "discrepancy": 123.0}
+    answers = {**checkpoint.calibration.predictions, "discrepancy": 123.0}
     save_checkpoint(
         work / "models" / "seed_0", replace(checkpoint, calibration=replace(checkpoint.calibration, answers=answers))
     )

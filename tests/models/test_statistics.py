@@ -11,7 +11,7 @@ import networks
 from dltta import Adapter, Fixed
 from dltta.errors import SettingError
 from dltta.models.normalization import use_test_statistics
-from dltta.models.statistics import Blended, Moments, OwnStatistics, Running, Shrunken, excess
+from dltta.models.statistics import Blended, InstanceStatistics, Moments, Running, Shrinkage, excess
 from dltta.objectives import PTBN, Tent
 from networks import stream, trained
 
@@ -74,13 +74,13 @@ def test_shrinkage_follows_the_part_of_the_shift_that_chance_does_not_explain():
     new_mean = np.array([1.0, -2.0]) + w_mean * moved
     new_variance = (np.array([4.0, 0.25]) + 0.5) * np.exp(w_variance * widened) - 0.5
     np.testing.assert_allclose(
-        run(Shrunken(moments()), IMAGE), normalized(x, new_mean, new_variance, layer()), rtol=1e-4
+        run(Shrinkage(moments()), IMAGE), normalized(x, new_mean, new_variance, layer()), rtol=1e-4
     )
 
 
 def test_an_ordinary_source_image_is_normalized_as_by_the_source():
     wide = moments(mean=(1.0, 1.0), spread=(9.0, 9.0), log_variance=(2.0, 2.0), log_spread=(9.0, 9.0))
-    torch.testing.assert_close(run(Shrunken(wide), IMAGE), layer()(IMAGE).detach())
+    torch.testing.assert_close(run(Shrinkage(wide), IMAGE), layer()(IMAGE).detach())
 
 
 def test_a_far_shift_is_followed_entirely():
@@ -88,13 +88,13 @@ def test_a_far_shift_is_followed_entirely():
     narrow = moments(spread=(1e-3, 1e-3), log_spread=(1e-3, 1e-3), log_variance=(np.log(4.5), np.log(0.75)))
     model = nn.Sequential(layer())
     use_test_statistics(model)
-    torch.testing.assert_close(run(Shrunken(narrow), far), model(far).detach(), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(run(Shrinkage(narrow), far), model(far).detach(), rtol=1e-3, atol=1e-3)
 
 
 def test_shrinkage_trusts_the_mean_of_several_images_more():
     window, fading = 4, 1 - 1 / 4
     model = nn.Sequential(layer())
-    use_test_statistics(model, Shrunken(moments(), window))
+    use_test_statistics(model, Shrinkage(moments(), window))
     images, moved, widened = 0.0, np.zeros(2), np.zeros(2)
     for scale in (1.0, 0.9, 1.1, 1.0):
         x = (IMAGE * scale).double().numpy()
@@ -108,13 +108,13 @@ def test_shrinkage_trusts_the_mean_of_several_images_more():
         variance = (np.array([4.0, 0.25]) + 0.5) * np.exp(w_variance * u) - 0.5
         with torch.no_grad():
             found = model(IMAGE * scale)
-            model[0].carry()
+            model[0].commit()
         np.testing.assert_allclose(found, normalized(x, mean, variance, layer()), rtol=1e-3, atol=1e-4)
 
 
-def test_a_pass_that_is_not_carried_leaves_no_trace():
+def test_a_pass_that_is_not_stream_leaves_no_trace():
     model = nn.Sequential(layer())
-    use_test_statistics(model, Shrunken(moments()))
+    use_test_statistics(model, Shrinkage(moments()))
     with torch.no_grad():
         first = model(IMAGE)
         model(IMAGE * 7)
@@ -129,7 +129,7 @@ def test_excess_by_hand():
 
 def test_unknown_layer_is_refused_at_construction():
     with pytest.raises(SettingError, match="knows nothing of layer '0'"):
-        use_test_statistics(nn.Sequential(layer()), Shrunken({}))
+        use_test_statistics(nn.Sequential(layer()), Shrinkage({}))
 
 
 def test_running_statistics_remember_the_stream_and_return_with_reset():
@@ -155,7 +155,7 @@ def test_running_statistics_by_hand():
         variance = variance + 0.25 * (x.numpy().var((0, 2, 3)) - variance)
         with torch.no_grad():
             found = model(x)
-            model[0].carry()
+            model[0].commit()
         np.testing.assert_allclose(found, normalized(x.numpy(), mean, variance, layer()), rtol=1e-4, atol=1e-5)
 
 
@@ -175,7 +175,7 @@ def test_tent_adapts_with_any_statistics_and_resumes(statistics):
 
 def test_own_statistics_do_not_depend_on_the_company():
     model = nn.Sequential(layer())
-    use_test_statistics(model, OwnStatistics())
+    use_test_statistics(model, InstanceStatistics())
     batch = torch.cat([IMAGE, IMAGE * 7 - 3])
     found = model(batch).detach()
     for i, x in enumerate(batch.numpy()):
@@ -185,6 +185,6 @@ def test_own_statistics_do_not_depend_on_the_company():
 
 def test_a_single_position_has_no_statistics_of_its_own():
     model = nn.Sequential(layer())
-    use_test_statistics(model, OwnStatistics())
+    use_test_statistics(model, InstanceStatistics())
     x = torch.rand(2, 2, 1, 1)
     torch.testing.assert_close(model(x), layer()(x))

@@ -97,8 +97,8 @@ def test_collapse_is_seen_without_calibration():
 
 MEASURED = {
     "shares": [[0.5, 0.9], [0.1, 0.5]],
-    "strangeness": {"first": 3.0, "usual": 2.0, "negative": 101.0, "noise": 51.0},
-    "doubt": {"median": 0.5, "usual": 0.6, "shuffled": 0.9},
+    "ood_score": {"first": 3.0, "usual": 2.0, "negative": 101.0, "noise": 51.0},
+    "entropy": {"median": 0.5, "usual": 0.6, "shuffled": 0.9},
 }
 
 
@@ -109,21 +109,21 @@ def test_limits_come_from_source_images():
     assert (limits.steadier, limits.overrule) == (0.7, 0.7)
     assert Limits.calibrated(MEASURED, overrule=1.0) == replace(limits, overrule=1.0)
     assert limits.far == 51.0  # halfway from 1 to the negatives
-    assert limits.doubt == pytest.approx(0.7)  # halfway to shuffled pixels
-    noisy = MEASURED["strangeness"] | {"noise": 201.0}
-    assert Limits.calibrated(MEASURED | {"strangeness": noisy}).far == 101.0  # the farther of the two
+    assert limits.entropy == pytest.approx(0.7)  # halfway to shuffled pixels
+    noisy = MEASURED["ood_score"] | {"noise": 201.0}
+    assert Limits.calibrated(MEASURED | {"ood_score": noisy}).far == 101.0  # the farther of the two
 
 
 def test_what_happens_at_home_is_never_too_far():
-    tame = MEASURED | {"strangeness": {"first": 3.0, "usual": 2.0, "negative": 1.5, "noise": 1.0}}
-    sure = MEASURED | {"doubt": {"median": 0.5, "usual": 0.6, "shuffled": 0.4}}
+    tame = MEASURED | {"ood_score": {"first": 3.0, "usual": 2.0, "negative": 1.5, "noise": 1.0}}
+    sure = MEASURED | {"entropy": {"median": 0.5, "usual": 0.6, "shuffled": 0.4}}
     assert Limits.calibrated(tame).far == 4.0
-    assert Limits.calibrated(sure).doubt == 0.6
+    assert Limits.calibrated(sure).entropy == 0.6
 
 
 def test_what_nobody_measured_has_no_limit():
-    limits = Limits.calibrated({"shares": [[0, 1]], "strangeness": None})
-    assert (limits.home, limits.far, limits.doubt, limits.steadier, limits.overrule) == (None,) * 5
+    limits = Limits.calibrated({"shares": [[0, 1]], "ood_score": None})
+    assert (limits.home, limits.far, limits.entropy, limits.steadier, limits.overrule) == (None,) * 5
 
 
 def test_impossible_limits_are_refused():
@@ -163,8 +163,8 @@ def test_images_are_sorted_by_how_strange_they_are_to_the_first_layer():
     assert verdicts(guard.triage(look(6.9))) == [None]  # 8.7
     (far,) = guard.triage(look(7.1))  # 9.3
     assert far.verdict == "skipped"
-    assert far.reason == "strangeness 9.3, limit 9: no image of this kind"
-    assert far.signals["strangeness"] == pytest.approx(9.3025, rel=1e-3)
+    assert far.reason == "ood_score 9.3, limit 9: no image of this kind"
+    assert far.signals["ood_score"] == pytest.approx(9.3025, rel=1e-3)
 
 
 def test_a_batch_is_at_home_as_one_without_the_images_that_are_too_strange():
@@ -183,16 +183,16 @@ def test_a_shift_that_only_deeper_layers_see_is_not_at_home():
 
 
 def test_doubt_is_the_mean_entropy_of_the_answer_alone():
-    guard = SourceGuard(Limits(doubt=0.5))
+    guard = SourceGuard(Limits(entropy=0.5))
     even, sure = torch.full((2, 4), 0.5), torch.tensor([[1.0] * 4, [0.0] * 4])  # entropies log 2 and 0
     half = torch.cat([even[:, :2], sure[:, :2]], 1)
     rulings = guard.triage(look(1.0, 1.0, 1.0, alone=lambda images: torch.stack([even, half, sure])))
     assert verdicts(rulings) == ["skipped", None, None]
-    assert rulings[0].reason == "doubt 0.693, limit 0.5: nothing to be seen"
+    assert rulings[0].reason == "entropy 0.693, limit 0.5: nothing to be seen"
 
 
 def test_images_at_home_are_not_looked_at_again():
-    guard = SourceGuard(Limits(home=(1.0, 1.0), doubt=0.5, steadier=0.7), ONE_LAYER)
+    guard = SourceGuard(Limits(home=(1.0, 1.0), entropy=0.5, steadier=0.7), ONE_LAYER)
     assert verdicts(guard.triage(look(1.0))) == ["at home"]
 
 

@@ -6,15 +6,15 @@ import torch
 
 import networks
 from dltta.errors import SettingError
-from dltta.models.calibration import Calibration, LayerSamples, Strangeness
+from dltta.models.calibration import Calibration, LayerSamples, OODScore
 from dltta.training.calibration import (
     answer_ranges,
     calibrate,
-    doubt,
+    entropy_levels,
     negative,
     noise,
+    ood_levels,
     shuffled,
-    strangeness,
 )
 from networks import stream, trained
 
@@ -94,7 +94,7 @@ def strange(image_parts, others, eps):
     return np.array(rows)
 
 
-def test_strangeness_is_the_mean_square_of_deviations_from_source_images():
+def test_ood_score_is_the_mean_square_of_deviations_from_source_images():
     model = trained(networks.Segmenter())
     found = calibrate(model, IMAGES)
     home = [parts(model, image) for image in IMAGES]
@@ -102,7 +102,7 @@ def test_strangeness_is_the_mean_square_of_deviations_from_source_images():
     samples = LayerSamples()
     with torch.no_grad(), samples.watching(model):
         model(other)
-    measured = Strangeness(found)(samples.stacked())
+    measured = OODScore(found)(samples.stacked())
     assert measured.shape == (2, 2)  # layers, images
     for i, image in enumerate(other):
         np.testing.assert_allclose(measured[:, i], strange(parts(model, image), home, found.eps), rtol=1e-3)
@@ -113,9 +113,9 @@ def test_at_home_every_image_is_measured_against_the_others():
     found = calibrate(model, IMAGES)
     home = [parts(model, image) for image in IMAGES]
     slow = np.array([strange(one, home[:i] + home[i + 1 :], found.eps) for i, one in enumerate(home)])  # (N, layers)
-    assert found.answers["strangeness"]["first"] == pytest.approx(np.quantile(slow[:, 0], 0.95), rel=1e-3)
+    assert found.predictions["ood_score"]["first"] == pytest.approx(np.quantile(slow[:, 0], 0.95), rel=1e-3)
     middle = np.sort(slow, axis=1)[:, 0]  # of two layers torch's median is the lower
-    assert found.answers["strangeness"]["usual"] == pytest.approx(np.quantile(middle, 0.95), rel=1e-3)
+    assert found.predictions["ood_score"]["usual"] == pytest.approx(np.quantile(middle, 0.95), rel=1e-3)
 
 
 def test_negatives_are_as_strange_as_the_network_finds_them():
@@ -123,9 +123,9 @@ def test_negatives_are_as_strange_as_the_network_finds_them():
     found = calibrate(model, IMAGES)
     home = [parts(model, image) for image in IMAGES]
     each = [min(strange(parts(model, negative(image)), home, found.eps)) for image in IMAGES]
-    assert strangeness(model, IMAGES, found)["negative"] == pytest.approx(np.sort(each)[5], rel=1e-3)
+    assert ood_levels(model, IMAGES, found)["negative"] == pytest.approx(np.sort(each)[5], rel=1e-3)
     each = [min(strange(parts(model, noise(image)), home, found.eps)) for image in IMAGES]
-    assert strangeness(model, IMAGES, found)["noise"] == pytest.approx(np.sort(each)[5], rel=1e-3)
+    assert ood_levels(model, IMAGES, found)["noise"] == pytest.approx(np.sort(each)[5], rel=1e-3)
 
 
 def test_noise_has_the_range_of_each_channel():
@@ -151,7 +151,7 @@ def test_doubt_is_the_entropy_under_the_images_own_statistics():
             p = [batch(image[None]).softmax(1).numpy() for image in images]
         return [-(x * np.log(x)).sum(1).mean() for x in p]
 
-    found = doubt(model, IMAGES)
+    found = entropy_levels(model, IMAGES)
     home = entropies(IMAGES)
     assert found["median"] == pytest.approx(np.sort(home)[5], rel=1e-4)
     assert found["usual"] == pytest.approx(np.quantile(home, 0.95), rel=1e-4)
@@ -170,23 +170,23 @@ def test_negative_and_shuffled_by_hand():
 def test_a_calibration_of_another_network_is_refused():
     found = calibrate(trained(networks.Segmenter()), IMAGES)
     with pytest.raises(SettingError, match="knows nothing of layer 'head'"):
-        Strangeness(found)({"head": (torch.zeros(1, 4), torch.ones(1, 4))})
+        OODScore(found)({"head": (torch.zeros(1, 4), torch.ones(1, 4))})
 
 
 def test_too_few_images_and_whole_images_have_less_to_say():
-    few = calibrate(trained(networks.Segmenter()), IMAGES[:7]).answers
-    assert (few["strangeness"], few["doubt"]) == (None, None)
-    whole = calibrate(trained(networks.Classifier()), IMAGES).answers
-    assert whole["doubt"] is None
-    assert whole["strangeness"]["usual"] > 0
+    few = calibrate(trained(networks.Segmenter()), IMAGES[:7]).predictions
+    assert (few["ood_score"], few["entropy"]) == (None, None)
+    whole = calibrate(trained(networks.Classifier()), IMAGES).predictions
+    assert whole["entropy"] is None
+    assert whole["ood_score"]["usual"] > 0
 
 
 def test_calibration_looks_and_leaves_the_network_alone():
     model = trained(networks.Segmenter())
     before = {name: value.clone() for name, value in model.state_dict().items()}
     found = calibrate(model, IMAGES)
-    assert found.answers["images"] == 12
-    assert found.answers["discrepancy"] > 0
+    assert found.predictions["images"] == 12
+    assert found.predictions["discrepancy"] > 0
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(layer._forward_pre_hooks for layer in model.modules())
 
@@ -194,5 +194,5 @@ def test_calibration_looks_and_leaves_the_network_alone():
 def test_a_network_without_batch_normalization_has_no_layers_to_look_at():
     found = calibrate(trained(networks.Segmenter(kind="instance")), IMAGES[:3])
     assert found.layers == {}
-    assert found.answers["strangeness"] is None
-    assert found.answers["discrepancy"] is None
+    assert found.predictions["ood_score"] is None
+    assert found.predictions["discrepancy"] is None

@@ -342,7 +342,7 @@ def adapt(
     statistics: Annotated[
         str | None,
         typer.Option(
-            help="shrunken, batch, blended, running [default: the first if calibrated, else batch]",
+            help="shrinkage, batch, blended, running [default: the first if calibrated, else batch]",
             rich_help_panel=LEARNING,
         ),
     ] = None,
@@ -445,7 +445,7 @@ def adapt(
 def _statistics(name: str | None, opened: OpenedModel) -> Any:
     if name is not None:
         require("statistics", name, STATISTICS)
-    return name or ("shrunken" if opened.calibration is not None else "batch")
+    return name or ("shrinkage" if opened.calibration is not None else "batch")
 
 
 def _cases(images: Path, order: str, watch: bool, idle: float | None, seen: Collection[str]) -> Any:

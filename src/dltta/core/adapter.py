@@ -22,7 +22,7 @@ from dltta.models.fast import speed_up
 from dltta.models.features import Seen, find_layer, forward_pass, forward_with_features
 from dltta.models.normalization import use_test_statistics
 from dltta.models.predictions import all_finite, probabilities
-from dltta.models.statistics import OwnStatistics, carrying_layers
+from dltta.models.statistics import InstanceStatistics, stateful_layers
 from dltta.quality.guard import Evidence, Guard, Look, Network, Ruling, Verdict, together
 
 Mode = Literal["continual", "image-specific"]
@@ -116,7 +116,7 @@ class Adapter(nn.Module):
             self.guard = guard
             self._given = [] if guard is None else as_given(self.model)  # not part of this module's state
             self._adapted = self._prepare()
-            self._carrying = carrying_layers(self.model)
+            self._stateful = stateful_layers(self.model)
             self._buffered = [module for module in self.model.modules() if module._buffers]
             self._optimizer = optimizer(self._adapted) if self._adapted else None
             if memory is not None and memory.layer is not None:
@@ -300,9 +300,9 @@ class Adapter(nn.Module):
     @torch.no_grad()
     def _with(self, parameters: dict[str, Tensor], x: Tensor) -> Tensor:
         """Logits of the network with these parameters; statistics that are carried along do not notice."""
-        latest = [layer.latest for layer in self._carrying]
+        latest = [layer.latest for layer in self._stateful]
         answer: Tensor = functional_call(self.model, parameters, (x,))
-        for layer, kept in zip(self._carrying, latest, strict=True):
+        for layer, kept in zip(self._stateful, latest, strict=True):
             layer.latest = kept
         return answer
 
@@ -379,8 +379,8 @@ class Adapter(nn.Module):
 
     def _remember(self, seen: Seen) -> None:
         with torch.no_grad():
-            for layer in self._carrying:
-                layer.carry()
+            for layer in self._stateful:
+                layer.commit()
         if self.memory is None or seen.features is None:
             return
         prediction = probabilities(seen.logits.detach())
@@ -507,7 +507,7 @@ def as_given(model: nn.Module) -> list[nn.Module]:
     """
     trained = copy.deepcopy(model)
     alone = copy.deepcopy(trained, {id(parameter): parameter for parameter in trained.parameters()})
-    use_test_statistics(alone, OwnStatistics())
+    use_test_statistics(alone, InstanceStatistics())
     return [trained, alone]
 
 

@@ -1,7 +1,7 @@
 """2 networks. What a trained network does on images of its own site: the yardstick for images of another one.
 
 Measured once at the end of source training on source images and kept with the network: numbers about layers and
-answers, no image and no label. `Shrunken` statistics, the relative learning rate and the guard measure with it.
+answers, no image and no label. `Shrinkage` statistics, the relative learning rate and the guard measure with it.
 """
 
 import hashlib
@@ -27,11 +27,11 @@ class Calibration:
 
     layers: Mapping[str, tuple[Tensor, Tensor]]  # batch-normalization layer: means (N, C) and variances (N, C)
     eps: Mapping[str, float]  # of those layers
-    answers: Mapping[str, Any] = field(default_factory=dict)  # numbers for the guard and the rate, see `training`
+    predictions: Mapping[str, Any] = field(default_factory=dict)  # numbers for the guard and the rate, see `training`
 
     def checksum(self) -> str:
         """Of everything that was measured, as lower-case hexadecimal."""
-        digest = hashlib.sha256(json.dumps([dict(self.eps), dict(self.answers)], sort_keys=True).encode())
+        digest = hashlib.sha256(json.dumps([dict(self.eps), dict(self.predictions)], sort_keys=True).encode())
         for name, parts in self.layers.items():
             digest.update(name.encode() + b"".join(part.cpu().numpy().tobytes() for part in parts))
         return digest.hexdigest()
@@ -56,11 +56,11 @@ class Calibration:
         return Moments(*(part.float() for part in parts))
 
 
-class Strangeness:
+class OODScore:
     """How far an image is from source images, layer by layer: the mean square of its deviations from them.
 
     A deviation is that of a channel's mean, or of the logarithm of its variance, in standard deviations between source
-    images: an image of the source has a strangeness of about 1.
+    images: an image of the source has a score of about 1.
     """
 
     def __init__(self, calibration: Calibration) -> None:

@@ -28,7 +28,7 @@ def affine_parameters(model: nn.Module) -> list[nn.Parameter]:
 class Statistics(Protocol):
     """Which mean and variance does a batch-normalization layer use at test time?"""
 
-    def stand_in(self, layer: _BatchNorm, name: str) -> nn.Module:
+    def wrap(self, layer: _BatchNorm, name: str) -> nn.Module:
         """A module that normalizes in the place of `layer` and shares its parameters and stored statistics."""
         ...
 
@@ -41,17 +41,17 @@ def use_test_statistics(model: nn.Module, statistics: Statistics | None = None) 
     so the network's state dict keeps its keys. Group and layer normalization never used anything else.
     """
     chosen = statistics or BatchStatistics()
-    stand_ins: dict[nn.Module, nn.Module] = {}  # a layer used under two names keeps being one layer
+    wrappers: dict[nn.Module, nn.Module] = {}  # a layer used under two names keeps being one layer
     for name, layer in list(model.named_modules(remove_duplicate=False)):
         if isinstance(layer, _BatchNorm) and name:
-            if layer not in stand_ins:
-                stand_ins[layer] = chosen.stand_in(layer, name)
-            model.set_submodule(name, stand_ins[layer])
+            if layer not in wrappers:
+                wrappers[layer] = chosen.wrap(layer, name)
+            model.set_submodule(name, wrappers[layer])
         elif isinstance(layer, _InstanceNorm):
             layer.track_running_stats = False
 
 
-class StandIn(_BatchNorm):
+class BatchNormWrapper(_BatchNorm):
     """Batch normalization that normalizes in a way of its own, in training and evaluation mode alike.
 
     Shares parameters and stored statistics with the layer it stands in for.
@@ -79,7 +79,7 @@ class StandIn(_BatchNorm):
         return F.batch_norm(input, mean, variance, self.weight, self.bias, training=False, momentum=0.0, eps=self.eps)
 
 
-class TestBatchNorm(StandIn):
+class TestBatchNorm(BatchNormWrapper):
     """Batch normalization by the statistics of the current batch."""
 
     __test__ = False  # not a test, whatever its name begins with
@@ -97,7 +97,7 @@ class TestBatchNorm(StandIn):
 class BatchStatistics:
     """Those of the current batch alone: the paper's, and the default."""
 
-    def stand_in(self, layer: _BatchNorm, name: str) -> nn.Module:
+    def wrap(self, layer: _BatchNorm, name: str) -> nn.Module:
         return TestBatchNorm(layer, name)
 
 

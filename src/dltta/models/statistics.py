@@ -2,7 +2,7 @@
 
 The paper normalizes by the statistics of the test batch alone (`BatchStatistics`). With one small image they say as
 much about what happens to be in the picture as about the scanner. The choices here keep part of what the source knows;
-each is given to an objective: `Tent(Shrunken(checkpoint.calibration.moments()))`. The statistics are constants to the
+each is given to an objective: `Tent(Shrinkage(checkpoint.calibration.moments()))`. The statistics are constants to the
 gradient.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dltta.errors import SettingError
-from dltta.models.normalization import StandIn
+from dltta.models.normalization import BatchNormWrapper
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Blended:
         if not 0 <= self.weight <= 1:
             raise SettingError(f"the weight of the test statistics lies between 0 and 1, got {self.weight}")
 
-    def stand_in(self, layer: _BatchNorm, name: str) -> nn.Module:
+    def wrap(self, layer: _BatchNorm, name: str) -> nn.Module:
         return _Blended(layer, name, self.weight)
 
 
@@ -52,12 +52,12 @@ class Running:
         if not 0 < self.momentum <= 1:
             raise SettingError(f"momentum lies above 0 and up to 1, got {self.momentum}")
 
-    def stand_in(self, layer: _BatchNorm, name: str) -> nn.Module:
+    def wrap(self, layer: _BatchNorm, name: str) -> nn.Module:
         return _Running(layer, name, self.momentum)
 
 
 @dataclass(frozen=True)
-class Shrunken:
+class Shrinkage:
     """As far from the source's statistics towards the image's as the shift exceeds what source images show.
 
     A layer's mean deviates from the source's by z_c source-image standard deviations in channel c. Were this an image
@@ -79,41 +79,41 @@ class Shrunken:
         if self.window < 1:
             raise SettingError(f"window must be at least 1, got {self.window}")
 
-    def stand_in(self, layer: _BatchNorm, name: str) -> nn.Module:
+    def wrap(self, layer: _BatchNorm, name: str) -> nn.Module:
         if name not in self.moments:
             raise SettingError(f"the calibration knows nothing of layer {name!r}; calibrate this network again")
-        return _Shrunken(layer, name, self.moments[name], self.window)
+        return _Shrinkage(layer, name, self.moments[name], self.window)
 
 
 @dataclass(frozen=True)
-class OwnStatistics:
+class InstanceStatistics:
     """Those of each image alone, whatever else is in the batch; a layer with a single position keeps the source's."""
 
-    def stand_in(self, layer: _BatchNorm, name: str) -> nn.Module:
-        return _Own(layer, name)
+    def wrap(self, layer: _BatchNorm, name: str) -> nn.Module:
+        return _Instance(layer, name)
 
 
-class _Own(StandIn):
+class _Instance(BatchNormWrapper):
     def forward(self, input: Tensor) -> Tensor:
         if input[0, 0].numel() == 1:
             return self.normalized(input, *self.stored())
         return F.instance_norm(input, None, None, self.weight, self.bias, use_input_stats=True, eps=self.eps)
 
 
-class Carrying(StandIn):
-    """Statistics that go on from batch to batch: `carry` takes over those of the latest pass, once per batch."""
+class StatefulWrapper(BatchNormWrapper):
+    """Statistics that go on from batch to batch: `commit` takes over those of the latest pass, once per batch."""
 
     latest: tuple[Tensor, ...]
 
-    def carry(self) -> None:
+    def commit(self) -> None:
         raise NotImplementedError
 
 
-def carrying_layers(model: nn.Module) -> list[Carrying]:
-    return [layer for layer in model.modules() if isinstance(layer, Carrying)]
+def stateful_layers(model: nn.Module) -> list[StatefulWrapper]:
+    return [layer for layer in model.modules() if isinstance(layer, StatefulWrapper)]
 
 
-class _Blended(StandIn):
+class _Blended(BatchNormWrapper):
     def __init__(self, layer: _BatchNorm, name: str, weight: float) -> None:
         super().__init__(layer, name)
         self.weight_of_test = weight
@@ -126,7 +126,7 @@ class _Blended(StandIn):
         )
 
 
-class _Running(Carrying):
+class _Running(StatefulWrapper):
     def __init__(self, layer: _BatchNorm, name: str, momentum: float) -> None:
         super().__init__(layer, name)
         mean, variance = self.stored()
@@ -146,12 +146,12 @@ class _Running(Carrying):
         self.latest = moved
         return self.normalized(input, *moved)
 
-    def carry(self) -> None:
+    def commit(self) -> None:
         self.test_mean.copy_(self.latest[0])
         self.test_variance.copy_(self.latest[1])
 
 
-class _Shrunken(Carrying):
+class _Shrinkage(StatefulWrapper):
     def __init__(self, layer: _BatchNorm, name: str, moments: Moments, window: int) -> None:
         super().__init__(layer, name)
         like = self.stored()[0]
@@ -159,34 +159,32 @@ class _Shrunken(Carrying):
         for field in ("mean", "mean_spread", "log_variance", "log_variance_spread"):
             self.register_buffer(f"source_{field}", getattr(moments, field).to(like, copy=True), persistent=False)
         for field in ("images", "moved", "widened"):  # sums over the images before, fading
-            self.register_buffer(f"carried_{field}", torch.zeros_like(like if field != "images" else like[:1]))
+            self.register_buffer(f"stream_{field}", torch.zeros_like(like if field != "images" else like[:1]))
         self.fading = 1 - 1 / window
-        self.latest = self.carried_images, self.carried_moved, self.carried_widened
+        self.latest = self.stream_images, self.stream_moved, self.stream_widened
 
     source_mean: Tensor
     source_mean_spread: Tensor
     source_log_variance: Tensor
     source_log_variance_spread: Tensor
-    carried_images: Tensor
-    carried_moved: Tensor
-    carried_widened: Tensor
+    stream_images: Tensor
+    stream_moved: Tensor
+    stream_widened: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
         mean, variance = batch_moments(input)
         source_mean, source_variance = self.stored()
-        images = self.fading * self.carried_images + 1
-        moved = self.fading * self.carried_moved + mean - self.source_mean
-        widened = self.fading * self.carried_widened + (variance + self.eps).log() - self.source_log_variance
+        images = self.fading * self.stream_images + 1
+        moved = self.fading * self.stream_moved + mean - self.source_mean
+        widened = self.fading * self.stream_widened + (variance + self.eps).log() - self.source_log_variance
         self.latest = images, moved, widened
         moved, widened = moved / images, widened / images
         mean = source_mean + excess(moved / self.source_mean_spread, images) * moved
         factor = (excess(widened / self.source_log_variance_spread, images) * widened).exp()
         return self.normalized(input, mean, (source_variance + self.eps) * factor - self.eps)
 
-    def carry(self) -> None:
-        for kept, latest in zip(
-            (self.carried_images, self.carried_moved, self.carried_widened), self.latest, strict=True
-        ):
+    def commit(self) -> None:
+        for kept, latest in zip((self.stream_images, self.stream_moved, self.stream_widened), self.latest, strict=True):
             kept.copy_(latest)
 
 

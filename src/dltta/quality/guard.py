@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dltta.core.discrepancy import batch_discrepancy
 from dltta.errors import SettingError
-from dltta.models.calibration import Calibration, Strangeness
+from dltta.models.calibration import Calibration, OODScore
 from dltta.models.predictions import most_likely
 
 Network = Callable[[Tensor], Tensor]  # images to probabilities (B, C, *positions)
@@ -101,9 +101,9 @@ class Limits:
     """How far images and answers may go; None where nobody measured it on source images.
 
     Images:
-    - `home`: up to this strangeness, at the first layer and over all, images are at home
-    - `far`: from this strangeness on, over all layers, nothing is learned from an image
-    - `doubt`: nor above this entropy of its answer, in nats
+    - `home`: up to this ood_score, at the first layer and over all, images are at home
+    - `far`: from this ood_score on, over all layers, nothing is learned from an image
+    - `entropy`: nor above this entropy of its answer, in nats
     - `steadier`: the source network answers if mirrors change less than this part of what they change of the other
       answer; 0.7 was best on source images with other contrast, brightness, noise and sharpness (docs/guard.md)
 
@@ -122,7 +122,7 @@ class Limits:
 
     home: tuple[float, float] | None = None
     far: float | None = None
-    doubt: float | None = None
+    entropy: float | None = None
     steadier: float | None = None
     rate: float = 1.0
     drift: float = 0.5
@@ -145,20 +145,20 @@ class Limits:
         """From what the network did on source images (`Calibration.answers`); `overrule` depends on the objective.
 
         At home is up to half as strange as 95 % of source images. Nothing is learned from an image that is more than
-        halfway from the source's images to their negatives and to noise, or whose answer is more than halfway in doubt
+        halfway from the source's images to their negatives and to noise, or whose entropy is more than halfway
         from theirs to those for shuffled pixels; unless that, too, happens at home.
         """
         shares = tuple((float(low), float(high)) for low, high in answers["shares"])
-        strange, doubt = answers.get("strangeness"), answers.get("doubt")
+        strange, entropy = answers.get("ood_score"), answers.get("entropy")
         home = far = unsure = steadier = None
         if strange is not None:
             home = strange["first"] / 2, strange["usual"] / 2
             useless = max(strange["negative"], strange["noise"])
             far = max((1 + useless) / 2, 2 * strange["usual"])
-        if doubt is not None:
-            unsure = max((doubt["median"] + doubt["shuffled"]) / 2, doubt["usual"])
+        if entropy is not None:
+            unsure = max((entropy["median"] + entropy["shuffled"]) / 2, entropy["usual"])
             steadier = STEADIER
-        return cls(home, far, unsure, steadier, shares=shares, overrule=overrule if doubt is not None else None)
+        return cls(home, far, unsure, steadier, shares=shares, overrule=overrule if entropy is not None else None)
 
 
 class SourceGuard:
@@ -169,42 +169,42 @@ class SourceGuard:
 
     def __init__(self, limits: Limits | None = None, calibration: Calibration | None = None) -> None:
         self.limits = limits or Limits()
-        self._strangeness = Strangeness(calibration) if calibration is not None and calibration.layers else None
+        self._ood_score = OODScore(calibration) if calibration is not None and calibration.layers else None
 
     def triage(self, look: Look, /) -> list[Ruling | None]:
         flat = look.images.flatten(2)
         constant = (flat.amax(2) == flat.amin(2)).all(1)  # (B,): every channel
         rulings = [Ruling("source", "the image is constant") if each else None for each in constant.tolist()]
-        if self._strangeness is not None and look.layers:
-            self._sort_by_strangeness(rulings, self._strangeness(look.layers))
-        if None in rulings and self.limits.doubt is not None:
-            self._sort_by_doubt(rulings, look.alone(look.images), self.limits.doubt)
+        if self._ood_score is not None and look.layers:
+            self._sort_by_ood_score(rulings, self._ood_score(look.layers))
+        if None in rulings and self.limits.entropy is not None:
+            self._sort_by_doubt(rulings, look.alone(look.images), self.limits.entropy)
         if self.limits.steadier is not None and _unsettled(rulings):
             self._sort_by_steadiness(rulings, look, self.limits.steadier)
         return rulings
 
-    def _sort_by_strangeness(self, rulings: list[Ruling | None], strangeness: Tensor) -> None:
+    def _sort_by_ood_score(self, rulings: list[Ruling | None], ood_score: Tensor) -> None:
         """Rule on images (layers, B) that are too strange one by one, on those that are at home as one."""
-        first, layers = strangeness[0].tolist(), strangeness.median(0).values.tolist()
+        first, layers = ood_score[0].tolist(), ood_score.median(0).values.tolist()
         far, home = self.limits.far, self.limits.home
         for i in _open(rulings):
             if far is not None and layers[i] > far:
-                reason = f"strangeness {layers[i]:.3g}, limit {far:.3g}: no image of this kind"
-                rulings[i] = Ruling("skipped", reason, {"strangeness": layers[i]})
+                reason = f"ood_score {layers[i]:.3g}, limit {far:.3g}: no image of this kind"
+                rulings[i] = Ruling("skipped", reason, {"ood_score": layers[i]})
         left = _open(rulings)
         if not left or home is None:
             return
-        means = {"first": fmean(first[i] for i in left), "strangeness": fmean(layers[i] for i in left)}
-        if means["first"] <= home[0] and means["strangeness"] <= home[1]:
+        means = {"first": fmean(first[i] for i in left), "ood_score": fmean(layers[i] for i in left)}
+        if means["first"] <= home[0] and means["ood_score"] <= home[1]:
             for i in left:
-                rulings[i] = Ruling("at home", f"strangeness {means['first']:.3g}, as at the source", means)
+                rulings[i] = Ruling("at home", f"ood_score {means['first']:.3g}, as at the source", means)
 
     def _sort_by_doubt(self, rulings: list[Ruling | None], answer: Tensor, limit: float) -> None:
-        doubt = [entropy(image) / image[0].numel() for image in answer]
+        entropies = [entropy(image) / image[0].numel() for image in answer]
         for i in _open(rulings):
-            if doubt[i] > limit:
-                reason = f"doubt {doubt[i]:.3g}, limit {limit:.3g}: nothing to be seen"
-                rulings[i] = Ruling("skipped", reason, {"doubt": doubt[i]})
+            if entropies[i] > limit:
+                reason = f"entropy {entropies[i]:.3g}, limit {limit:.3g}: nothing to be seen"
+                rulings[i] = Ruling("skipped", reason, {"entropy": entropies[i]})
 
     def _sort_by_steadiness(self, rulings: list[Ruling | None], look: Look, part: float) -> None:
         """The source network answers where it is clearly steadier in mirrors and no less plausible.

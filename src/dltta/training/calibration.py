@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from dltta.core.discrepancy import batch_discrepancy
 from dltta.core.memory import MemoryBank
-from dltta.models.calibration import Calibration, LayerSamples, Strangeness, log_variances
+from dltta.models.calibration import Calibration, LayerSamples, OODScore, log_variances
 from dltta.models.features import forward_with_features
 from dltta.models.normalization import use_test_statistics
 from dltta.models.predictions import entropy, probabilities
-from dltta.models.statistics import OwnStatistics
+from dltta.models.statistics import InstanceStatistics
 
 MOST = 64  # images; more change the spread of a mean by less than a tenth
 FEWEST = 8  # images that say something about the rare ones among them
@@ -25,13 +25,13 @@ USUAL = 0.95  # the quantile that ends what is usual at home
 def calibrate(model: nn.Module, images: Sequence[Tensor], *, layer: str | None = None) -> Calibration:
     """Look at up to 64 source images (C, *spatial) of one size, as the network takes them.
 
-    `answers` holds, all without labels:
+    `predictions` holds, all without labels:
     - `images`: how many
     - `shares`: per class the least and the greatest share of an image that was answered with it
     - `marginal_entropy`: the least entropy of an image's mean prediction
     - `discrepancy`: the median discrepancy of the images to their 8 nearest among the 20 before them; None if too few
-    - `strangeness`, see there; None without batch normalization or with fewer than 8 images
-    - `doubt`, see there; None unless the prediction is dense, or with fewer than 8 images
+    - `ood_score`, see there; None without batch normalization or with fewer than 8 images
+    - `entropy`, see there; None unless the prediction is dense, or with fewer than 8 images
     """
     chosen = list(images)[:MOST]
     device = next(model.parameters()).device
@@ -52,13 +52,13 @@ def calibrate(model: nn.Module, images: Sequence[Tensor], *, layer: str | None =
             memory.push(seen.features, prediction)
     calibration = Calibration(samples.stacked(), samples.eps)
     enough, dense = len(chosen) >= FEWEST, predictions[0].ndim > 2
-    answers = {
+    found = {
         **answer_ranges(predictions),
         "discrepancy": median(discrepancies) if discrepancies else None,
-        "strangeness": strangeness(model, chosen, calibration) if enough and calibration.layers else None,
-        "doubt": doubt(model, chosen) if enough and dense else None,
+        "ood_score": ood_levels(model, chosen, calibration) if enough and calibration.layers else None,
+        "entropy": entropy_levels(model, chosen) if enough and dense else None,
     }
-    return Calibration(calibration.layers, calibration.eps, answers)
+    return Calibration(calibration.layers, calibration.eps, found)
 
 
 def answer_ranges(predictions: Sequence[Tensor]) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def _dense(prediction: Tensor) -> Tensor:
     return prediction if prediction.ndim > 2 else prediction[..., None]
 
 
-def strangeness(model: nn.Module, images: Sequence[Tensor], calibration: Calibration) -> dict[str, float]:
+def ood_levels(model: nn.Module, images: Sequence[Tensor], calibration: Calibration) -> dict[str, float]:
     """How strange images are at home, each measured against the others, and how strange useless ones are.
 
     - `first`: what 95 % of the images stay below at the first layer, which sees the scanner before the content
@@ -85,7 +85,7 @@ def strangeness(model: nn.Module, images: Sequence[Tensor], calibration: Calibra
     """
     home = _left_out(calibration)
     device = next(model.parameters()).device
-    measure = Strangeness(calibration)
+    measure = OODScore(calibration)
 
     def typical(change: Callable[[Tensor], Tensor]) -> float:
         samples = LayerSamples()
@@ -102,15 +102,15 @@ def strangeness(model: nn.Module, images: Sequence[Tensor], calibration: Calibra
     }
 
 
-def doubt(model: nn.Module, images: Sequence[Tensor]) -> dict[str, float]:
-    """The mean entropy of answers when every image is normalized by its own statistics, which takes the scanner away.
+def entropy_levels(model: nn.Module, images: Sequence[Tensor]) -> dict[str, float]:
+    """The mean entropy of predictions under instance statistics, which take the scanner away.
 
     - `median` of the images
     - `usual`: what 95 % of them stay below
     - `shuffled`: the median of the images with their pixels in random order: as bright, and nothing to be seen
     """
     alone = copy.deepcopy(model)
-    use_test_statistics(alone, OwnStatistics())
+    use_test_statistics(alone, InstanceStatistics())
     device = next(model.parameters()).device
 
     def over(change: Callable[[Tensor], Tensor]) -> Tensor:
@@ -142,7 +142,7 @@ def shuffled(image: Tensor) -> Tensor:
 
 
 def _left_out(calibration: Calibration) -> Tensor:
-    """The strangeness of each image to a calibration with the others: (layers, N)."""
+    """The ood_score of each image to a calibration with the others: (layers, N)."""
     rows = []
     for name, (means, variances) in calibration.layers.items():
         parts = means.double(), log_variances(variances.double(), calibration.eps[name])

@@ -102,7 +102,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     if (calibration := checkpoint.calibration) is not None:
         layers = calibration.layers.items()
         files["calibration"] = {f"{name}.{i}": part for name, parts in layers for i, part in enumerate(parts)}
-        auxiliary["calibration"] = {"eps": dict(calibration.eps), "answers": dict(calibration.answers)}
+        auxiliary["calibration"] = {"eps": dict(calibration.eps), "predictions": dict(calibration.predictions)}
     if (pairs := checkpoint.pairs) is not None:
         files["memory"] = {"features": pairs.features, "predictions": pairs.predictions}
         auxiliary["memory"] = {"layer": pairs.layer}
@@ -177,7 +177,7 @@ def _load_calibration(folder: Path, description: dict[str, Any]) -> Calibration 
         return None
     tensors = _tensors(folder, "calibration", description)
     layers = {name: (tensors[f"{name}.0"], tensors[f"{name}.1"]) for name in part["eps"]}
-    return Calibration(layers, part["eps"], part["answers"])
+    return Calibration(layers, part["eps"], part["predictions"])
 
 
 def _load_pairs(folder: Path, description: dict[str, Any]) -> SourcePairs | None:
