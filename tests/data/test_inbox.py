@@ -92,7 +92,7 @@ def test_a_single_file_is_one_case_whatever_lies_beside_it(tmp_path):
     )
     assert (slice_.name, slice_.kind) == ("IM_0000", "dicom")
     (tmp_path / "a.jpg").write_bytes(b"")
-    with pytest.raises(DataError, match="neither DICOM nor one of .png"):
+    with pytest.raises(DataError, match="neither DICOM nor one of .nii"):
         find_incoming(tmp_path / "a.jpg")
 
 

@@ -7,7 +7,6 @@ is raised when the case is read: the others go on. `docs/images.md` shows the fo
 
 import hashlib
 import os
-import re
 import threading
 import time
 import unicodedata
@@ -18,15 +17,16 @@ from pathlib import Path
 from typing import Literal
 
 from dltta.data.formats import dicom
-from dltta.data.formats.images import ENDINGS, Image, Kind, ending, read_channels
+from dltta.data.formats.format import Image, ending, endings, format_of
+from dltta.data.formats.images import read_channels
+from dltta.data.names import split_channel, stem
 from dltta.errors import DataError
 
 Order = Literal["name", "time"]
 
 STOP = "STOP"  # a file of this name ends a watch
-PROBABILITIES = "_probabilities"  # what `answers.write_probabilities` adds to a case's name; never an image
+PROBABILITIES = "_probabilities"  # what `outputs.write_probabilities` adds to a case's name; never an image
 
-_CHANNEL = re.compile(r"(.+)_(\d{4})")
 _UNPRINTABLE = ("Cc", "Cf", "Cs", "Zl", "Zp")  # control, formatting, undecodable, line and paragraph separators
 _BLOCK = 1 << 20
 
@@ -37,7 +37,7 @@ class Incoming:
 
     name: str  # unique in its folder and safe as a file name; of the file or folder, never from a header
     files: tuple[Path, ...]  # one per channel in their order, or one that holds all channels, or a DICOM series
-    kind: Kind
+    kind: str  # of its format: png, tiff, nifti, dicom, ...
     modified: float  # when its newest file was last written, seconds since 1970
     problem: str | None = None  # why it cannot be read, in one sentence
 
@@ -114,23 +114,23 @@ def _image_folder(path: Path) -> Path:
 def _single(file: Path) -> Incoming:
     """A file that was named itself: its neighbors do not matter, nor where it lies."""
     if ending(file) is None and not dicom.looks_like(file):
-        raise DataError(f"{file}: neither DICOM nor one of {' '.join(ENDINGS)}; convert it")
-    name, channel = _channel(file)
-    safe = _safe(name if channel == 0 and ending(file) else _stem(file))
+        raise DataError(f"{file}: neither DICOM nor one of {' '.join(endings())}; convert it")
+    name, channel = split_channel(file)
+    safe = _safe(name if channel == 0 and ending(file) else stem(file))
     return Incoming(safe, (file,), _kind(file), file.stat().st_mtime, _refused_name(file.name))
 
 
 def _list(folder: Path) -> list[Incoming]:
     """Every case in a folder, in no particular order."""
-    pictures, others, folders = [], [], []
+    images, others, folders = [], [], []
     for entry in _entries(folder):
         if entry.is_dir():
             folders.append(entry)
         elif ending(entry) is None:
             others.append(entry)
-        elif not _stem(entry).endswith(PROBABILITIES):
-            pictures.append(entry)
-    cases = [*_picture_cases(folder, pictures), *_dicom_cases(folder, folder, others)]
+        elif not stem(entry).endswith(PROBABILITIES):
+            images.append(entry)
+    cases = [*_file_cases(folder, images), *_dicom_cases(folder, folder, others)]
     for child in folders:
         cases += _folder_cases(folder, child)
     return _distinct(cases)
@@ -165,18 +165,18 @@ def _inventory(folder: Path) -> str:
     return "no images, found " + ", ".join(found)
 
 
-def _picture_cases(root: Path, files: list[Path]) -> list[Incoming]:
+def _file_cases(root: Path, files: list[Path]) -> list[Incoming]:
     """Files by case. Four digits at the end are a channel where any file is channel 0000, else part of the name."""
-    numbered = any(_channel(file)[1] == 0 for file in files)
+    numbered = any(split_channel(file)[1] == 0 for file in files)
     groups: dict[str, list[Path]] = {}
     for file in files:
-        groups.setdefault(_channel(file)[0] if numbered else _stem(file), []).append(file)
+        groups.setdefault(split_channel(file)[0] if numbered else stem(file), []).append(file)
     return [_case(root, name, group, _channels_problem(group, numbered)) for name, group in groups.items()]
 
 
 def _channels_problem(files: list[Path], numbered: bool) -> str | None:
     """Why files of one name are not the channels of one case."""
-    numbers = [_channel(file)[1] if numbered else None for file in files]
+    numbers = [split_channel(file)[1] if numbered else None for file in files]
     if len(files) > 1 and (None in numbers or len(set(numbers)) < len(numbers)):
         return _two_of_one_name([files[0], files[1]])
     found = [number for number in numbers if number is not None]
@@ -234,7 +234,7 @@ def _case(root: Path, name: str, files: list[Path], problem: str | None) -> Inco
 
 
 def _distinct(cases: list[Incoming]) -> list[Incoming]:
-    """Cases that would overwrite each other's answers, where upper and lower case are one, become a problem."""
+    """Cases that would overwrite each other's predictions, where upper and lower case are one, become a problem."""
     named: dict[str, list[Incoming]] = {}
     for case in cases:
         named.setdefault(case.name.casefold(), []).append(case)
@@ -275,20 +275,8 @@ def _safe(name: str) -> str:
     return kept if kept == name else f"{kept}-{hashlib.sha256(os.fsencode(name)).hexdigest()[:8]}"
 
 
-def _channel(file: Path) -> tuple[str, int | None]:
-    """Name and channel of `<name>_<channel, four digits><ending>`; None where there are no digits."""
-    match = _CHANNEL.fullmatch(_stem(file))
-    return (_stem(file), None) if match is None else (match[1], int(match[2]))
-
-
-def _stem(file: Path) -> str:
-    found = ending(file)
-    return dicom.stem(file) if found is None else file.name[: -len(found)]
-
-
-def _kind(file: Path) -> Kind:
-    found = ending(file)
-    return "dicom" if found is None else ENDINGS[found]
+def _kind(file: Path) -> str:
+    return "dicom" if ending(file) is None else format_of(file).name.lower()
 
 
 def _status(file: Path) -> os.stat_result | None:
@@ -404,7 +392,7 @@ class Watch(Iterator[Incoming]):
         return replace(case, problem=case.problem or problem)
 
     def _patience(self, case: Incoming) -> float:
-        several = case.kind == "dicom" or any(_channel(file)[1] is not None for file in case.files)
+        several = case.kind == "dicom" or any(split_channel(file)[1] is not None for file in case.files)
         return self._settle if several else 0.0
 
 

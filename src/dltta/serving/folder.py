@@ -27,9 +27,9 @@ from dltta.config import WITHOUT_RATE, AdaptationSettings, make_adapter
 from dltta.core.adapter import Adapter
 from dltta.core.objectives import Source
 from dltta.data.formats import dicom
-from dltta.data.formats.images import ENDINGS, ending
+from dltta.data.formats.format import ending, endings, format_of
 from dltta.data.inbox import Incoming, digest, read_incoming
-from dltta.data.outputs import write_answer, write_probabilities
+from dltta.data.outputs import write_prediction, write_probabilities
 from dltta.data.prefetch import prefetch
 from dltta.errors import DataError, DlttaError, InputError, NonFiniteError, SettingError, StateError
 from dltta.files import remove_parts, sync_folder, write_atomically
@@ -303,7 +303,7 @@ class Stream:
         named, geometry = replace(case.case, name=case.name), case.loaded.geometry
         labels, files = self.opened.labels(answered.probabilities), []
         try:
-            files.append(write_answer(self.output, named, labels.numpy(), geometry, self.opened.classes))
+            files.append(write_prediction(self.output, named, labels.numpy(), geometry, self.opened.classes))
             if self.settings.save_probabilities:
                 files.append(write_probabilities(self.output, named, answered.probabilities.numpy(), geometry))
         except DataError as error:
@@ -467,7 +467,8 @@ def _named(files: Sequence[Path]) -> Entry:
 def _ending(of: str, case: Incoming) -> str:
     """The ending of an answer like another one: that of this case's file where both are of one format."""
     own = ending(case.files[0])
-    return own if own is not None and of in ENDINGS and ENDINGS[own] == ENDINGS[of] else of
+    alike = own is not None and of in endings() and format_of(Path(f"_{of}")) is format_of(case.files[0])
+    return own if own is not None and alike else of
 
 
 def _look(case: Incoming) -> list[tuple[int, int]]:
@@ -489,7 +490,7 @@ def _disk(error: DataError) -> bool:
 
 def _require_room(output: Path) -> None:
     """A new stream must not write over what somebody else has put there."""
-    foreign = (*ENDINGS, *dicom.ENDINGS, ".npz")
+    foreign = (*endings(), *dicom.ENDINGS, ".npz")
     there = [path.name for path in output.iterdir() if path.name.lower().endswith(foreign) or path.name == TABLE]
     if there:
         raise SettingError(f"{output} holds {min(there)}, which is not ours; choose an empty folder for the answers")

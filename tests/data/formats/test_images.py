@@ -179,7 +179,7 @@ def test_a_failed_write_keeps_the_old_mask_and_leaves_nothing_half_written(tmp_p
         (np.zeros((4, 3), int), "m.png", r"size of its image \(3, 4\), found \(4, 3\)"),
         (np.zeros((3, 4)), "m.png", "float64; take the argmax"),
         (np.full((3, 4), -1), "m.png", "found -1"),
-        (np.zeros((3, 4), int), "m.tif", "the image is PNG, its mask cannot be TIFF"),
+        (np.zeros((3, 4), int), "m.tif", "the image is png, its mask cannot be TIFF"),
     ],
 )
 def test_masks_that_do_not_fit_are_refused(tmp_path, labels, name, says):
@@ -225,7 +225,7 @@ SAYS = {
     "truncated NIfTI": "cannot be read as NIfTI",
     "NaN": "2 of 3 values are NaN or infinite",
     "4-D": r"4-D NIfTI \(2, 2, 2, 3\)",
-    "ending": "unsupported ending; use one of .png",
+    "ending": "unsupported ending; use one of .nii .nii.gz .png",
     "CMYK": "CMYK images are not supported",
     "pages": "found axes",
     "empty": "cannot be read as TIFF",

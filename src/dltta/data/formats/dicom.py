@@ -29,13 +29,14 @@ import numpy as np
 from nibabel.affines import voxel_sizes
 from numpy.typing import ArrayLike, NDArray
 
-from dltta.data.formats.images import Geometry, Image, class_values, finite, within_limit, writing
+from dltta.data.formats.format import Geometry, Image, ending_among, within_limit
+from dltta.data.formats.images import class_values, finite, writing
 from dltta.errors import DataError, SettingError
 from dltta.version import __version__
 
 ENDINGS = (".dcm", ".dicom", ".ima")
 
-_NOT_IMAGES = {  # pixels that are not an image of the patient: our own answers, and what planning systems put beside
+_NOT_IMAGES = {  # pixels that are not an image of the patient: our own predictions, doses of planning systems
     "1.2.840.10008.5.1.4.1.1.66.4": "segmentation",
     "1.2.840.10008.5.1.4.1.1.66.7": "label map segmentation",
     "1.2.840.10008.5.1.4.1.1.30": "parametric map",
@@ -99,8 +100,7 @@ def looks_like(file: Path) -> bool:
 
 def stem(file: Path) -> str:
     """A file's name without DICOM's endings."""
-    found = next((e for e in ENDINGS if file.name.lower().endswith(e) and len(file.name) > len(e)), "")
-    return file.name[: len(file.name) - len(found)]
+    return file.name[: len(file.name) - len(ending_among(file, ENDINGS) or "")]
 
 
 def peek(file: Path) -> Peek | None:
@@ -127,7 +127,7 @@ def _peek(file: Path, size: int, changed: int) -> Peek | None:
 def read_series(files: Sequence[Path]) -> Image:
     """The files of one series as a volume (1, columns, rows, slices); one file as an image (1 or 3, rows, columns)."""
     headers = [_header(file) for file in files]
-    return _picture(files[0], headers[0]) if len(files) == 1 else _volume(files, headers)
+    return _single(files[0], headers[0]) if len(files) == 1 else _volume(files, headers)
 
 
 def write_segmentation(path: Path | str, labels: ArrayLike, like: Geometry, classes: Sequence[str]) -> None:
@@ -180,7 +180,7 @@ def _valid(name: str, value: str) -> bool:
     return name != "PatientSex" or value in ("", "M", "F", "O")
 
 
-def _picture(file: Path, header: Any) -> Image:
+def _single(file: Path, header: Any) -> Image:
     with _reading(file):
         shape = int(header.Rows), int(header.Columns)
         array = _values(file, header)
@@ -437,7 +437,7 @@ def _library(name: str) -> Any:
         found = import_module(name)
     except ImportError as error:
         raise SettingError("DICOM images need two more packages; pip install 'dltta[dicom]'") from error
-    warnings.filterwarnings("ignore", module=r"pydicom|highdicom|dltta\.data\.dicom")
+    warnings.filterwarnings("ignore", module=r"pydicom|highdicom|dltta\.data\.formats\.dicom")
     for logger in ("pydicom", "highdicom"):
         logging.getLogger(logger).setLevel(logging.ERROR)
     return found
