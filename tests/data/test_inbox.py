@@ -1,6 +1,7 @@
 import hashlib
 import os
 import shutil
+import threading
 from dataclasses import replace
 
 import nibabel as nib
@@ -488,8 +489,6 @@ def test_a_folder_that_goes_is_one_line(tmp_path):
 
 
 def test_closing_wakes_a_watch_that_sleeps(tmp_path):
-    import threading
-
     watch = watch_incoming(tmp_path, poll=3600)
     found = []
     thread = threading.Thread(target=lambda: found.extend(watch))

@@ -141,7 +141,7 @@ def test_a_scaled_image_leaves_no_slope_in_its_mask(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "highest"), [("m.png", 7), ("m.png", 300), ("m.tif", 7), ("m.tif", 300)])
-def test_masks_of_pictures_come_back_as_written(tmp_path, name, highest):
+def test_masks_of_2d_images_come_back_as_written(tmp_path, name, highest):
     labels = np.array([[0, 1, 2], [3, 4, highest]])
     kind = "png" if name.endswith("png") else "tiff"
     write_mask(tmp_path / name, labels, Geometry(kind, (2, 3), 3))
