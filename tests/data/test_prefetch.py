@@ -48,6 +48,7 @@ def test_the_next_case_is_read_while_the_caller_works():
     results = prefetch("abc", lambda name: reading[name].set())
     next(results)
     assert reading["b"].wait(PATIENCE)  # nobody has asked for it yet
+    assert not reading["c"].wait(0.05)  # right code passes however slow the machine is
     next(results)
     assert reading["c"].wait(PATIENCE)
     results.close()
