@@ -6,9 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from PIL import Image
 
-from dltta.data.inbox import watch_incoming
 from dltta.data.prefetch import prefetch
+from dltta.data.watch import watch_incoming
 from dltta.errors import DataError, SettingError
 
 PATIENCE = 10  # seconds that no test should need
@@ -138,7 +139,7 @@ def test_closing_wakes_a_watch_that_waits_for_files(tmp_path):
             waits.set()
         return time.monotonic()
 
-    (tmp_path / "a.png").write_bytes(b"")
+    Image.new("L", (3, 4)).save(tmp_path / "a.png")
     results = prefetch(watch_incoming(tmp_path, poll=0.01, clock=clock), lambda case: case.name)
     assert next(results)[1] == "a"
     taken.set()

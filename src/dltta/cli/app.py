@@ -35,8 +35,9 @@ from dltta.config import (
 )
 from dltta.data.cards import card
 from dltta.data.check import PUBLISHED, check_published, check_site
-from dltta.data.inbox import find_incoming, watch_incoming
+from dltta.data.inbox import find_incoming
 from dltta.data.preprocessing import Preprocessing
+from dltta.data.watch import watch_incoming
 from dltta.errors import DlttaError, SettingError
 from dltta.evaluation import Results, by_target, rich_table, sentences, write_report
 from dltta.evaluation.demo import NOTES, TASKS, demo_experiment

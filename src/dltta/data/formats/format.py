@@ -98,6 +98,15 @@ class Format(Protocol):
         ...
 
 
+@runtime_checkable
+class Completeness(Protocol):
+    """What a format may add: whether a file that is being copied is all there."""
+
+    def complete(self, path: Path) -> bool | None:
+        """True: its end is there. False: more must come. None: cannot be told, as where the end may be empty space."""
+        ...
+
+
 _registered: list[Format] = []
 
 
@@ -137,6 +146,30 @@ def format_of(path: Path) -> Format:
     raise DataError(f"{path}: unsupported ending; use one of {' '.join(endings())}")
 
 
+def recognize(start: bytes) -> Format | None:
+    """The format that a file's first bytes (512) tell."""
+    return next((format for format in formats() if format.begins(start)), None)
+
+
+def complete(path: Path) -> bool | None:
+    """Whether a file that is being copied is all there, as `Completeness` says it; None also for other formats.
+
+    A file without its format's first bytes is not, if it is shorter than these or starts with zeros: some programs make
+    room first and fill it later.
+    """
+    format = format_of(path)
+    try:
+        with path.open("rb") as file:
+            start = file.read(START)
+        if not any(start) or (len(start) < START and not format.begins(start)):
+            return False
+        if not format.begins(start):
+            return None
+        return format.complete(path) if isinstance(format, Completeness) else None
+    except MALFORMED:  # reading it will say what is wrong
+        return None
+
+
 @cache
 def _installed() -> tuple[Format, ...]:
     package = import_module(__package__)
@@ -165,6 +198,13 @@ def _check(format: object, others: Sequence[Format]) -> None:
 
 
 # what formats share
+
+
+def ends_in_zeros(path: Path) -> bool:
+    """Whether the last 4096 bytes are zeros: an empty background, or space that is not filled yet."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 4096))
+        return not any(file.read())
 
 
 def within_limit(path: Path, pixels: int) -> None:

@@ -13,10 +13,11 @@ from nibabel.filebasedimages import ImageFileError
 from nibabel.spatialimages import HeaderDataError
 from numpy.typing import NDArray
 
-from dltta.data.formats.format import Geometry
+from dltta.data.formats.format import Geometry, ends_in_zeros
 from dltta.errors import DataError
 
 _DEFLATE_RATIO = 1032  # at most so many bytes come from one compressed byte
+_BLOCK = 1 << 20
 
 
 class NIfTI:
@@ -53,6 +54,27 @@ class NIfTI:
 
     def write_classes(self, file: BinaryIO, labels: NDArray[Any], like: Geometry, ending: str) -> None:
         write_volume(file, labels, like, compressed=ending == ".nii.gz")
+
+    def complete(self, path: Path) -> bool | None:
+        """Whether the file holds as many bytes as its header says, unzipped."""
+        zipped = path.name.lower().endswith(".gz")
+        size = _unzipped_size(path) if zipped else path.stat().st_size
+        if size is None or size < 348:
+            return False
+        stored = _open(path).dataobj
+        wanted = stored.offset + math.prod(stored.shape) * stored.dtype.itemsize
+        if size < wanted:
+            return False
+        return True if zipped or not ends_in_zeros(path) else None
+
+
+def _unzipped_size(path: Path) -> int | None:
+    """Bytes that a gzipped file holds; None where its end, with a checksum of all, is missing."""
+    size, stream = 0, zlib.decompressobj(wbits=31)
+    with path.open("rb") as file:
+        while not stream.eof and (block := stream.unconsumed_tail or file.read(_BLOCK)):
+            size += len(stream.decompress(block, _BLOCK))
+    return size if stream.eof else None
 
 
 def _unzipped(start: bytes) -> bytes:

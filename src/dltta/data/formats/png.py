@@ -3,6 +3,7 @@
 An alpha channel is dropped, colors as stored. A palette gives its RGB colors as an image and its indices as a mask.
 """
 
+import os
 import zlib
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -44,6 +45,18 @@ class PNG:
     def write_classes(self, file: BinaryIO, labels: NDArray[Any], like: Geometry, ending: str) -> None:
         # A mask is made of runs of one value: looking for nothing else gives files as small, several times faster.
         Pillow.fromarray(labels).save(file, format="PNG", compress_type=zlib.Z_RLE)
+
+    def complete(self, path: Path) -> bool | None:
+        """Whether the chunks lead to the last one, IEND."""
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            file.seek(len(_SIGNATURE))
+            while len(chunk := file.read(8)) == 8 and any(chunk):
+                length = int.from_bytes(chunk[:4], "big")
+                if chunk[4:] == b"IEND":
+                    return file.tell() + length + 4 <= size  # 4: the chunk's checksum
+                file.seek(length + 4, os.SEEK_CUR)
+        return False
 
 
 def _open(path: Path) -> Pillow.Image:

@@ -1,6 +1,7 @@
 """1 images. TIFF: one 2-D image per file, grey or RGB, integers or floats, if it can be read exactly."""
 
 import logging
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ import tifffile
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 
-from dltta.data.formats.format import Geometry, channels_first, only_channel, within_limit
+from dltta.data.formats.format import Geometry, channels_first, ends_in_zeros, only_channel, within_limit
 from dltta.errors import DataError
 
 # Our errors say what is wrong with a file; where nobody set up logging, tifffile would say it again on the terminal.
@@ -43,6 +44,19 @@ class TIFF:
 
     def write_classes(self, file: BinaryIO, labels: NDArray[Any], like: Geometry, ending: str) -> None:
         tifffile.imwrite(file, labels, photometric="minisblack", compression="zlib", metadata=None)
+
+    def complete(self, path: Path) -> bool | None:
+        """Whether the file holds its directory, which is often its end, and all strips or tiles that it names."""
+        try:
+            with tifffile.TiffFile(path) as file:
+                begin, length = file.pages[0].dataoffsets, file.pages[0].databytecounts
+        except (tifffile.TiffFileError, struct.error, LookupError, ValueError):
+            return False
+        if not begin or len(begin) != len(length):
+            return False
+        if max(b + n for b, n in zip(begin, length, strict=True)) > path.stat().st_size:
+            return False
+        return None if ends_in_zeros(path) else True
 
 
 @contextmanager
