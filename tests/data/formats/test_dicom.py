@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydicom.data import get_testdata_file
-from pydicom.uid import JPEGLSLossless, RLELossless, generate_uid
+from pydicom.uid import DeflatedExplicitVRLittleEndian, JPEGLSLossless, RLELossless, generate_uid
 
 from dicoms import AXIAL, CR, PATIENT, tilted, write_dicom, write_series
 from dltta.data.formats import dicom
@@ -254,6 +254,19 @@ def test_truncated_and_foreign_files_are_one_line(tmp_path):
         (tmp_path / "a.dcm").write_bytes(whole[:length])
         with pytest.raises(DataError, match="cannot be read as DICOM"):
             read_series([tmp_path / "a.dcm"])
+
+
+def test_a_deflated_file_is_read_and_one_that_would_fill_the_memory_is_not_opened(tmp_path):
+    dataset = pydicom.dcmread(write_dicom(tmp_path / "a.dcm", noise(8, 8)))
+    dataset.file_meta.TransferSyntaxUID = DeflatedExplicitVRLittleEndian
+    dataset.save_as(tmp_path / "a.dcm")
+    assert dicom.peek(tmp_path / "a.dcm").problem is None
+    assert np.array_equal(read_series([tmp_path / "a.dcm"]).array[0], noise(8, 8))
+    dataset.ImageComments = " " * 300
+    dataset.add_new(0x00091001, "OB", bytes(1 << 29))
+    dataset.save_as(tmp_path / "b.dcm")
+    assert (tmp_path / "b.dcm").stat().st_size < 1 << 20
+    assert "more than 256 MB when inflated" in dicom.peek(tmp_path / "b.dcm").problem
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

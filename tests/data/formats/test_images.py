@@ -1,4 +1,6 @@
 import gzip
+import struct
+import zlib
 from contextlib import suppress
 from pathlib import Path
 
@@ -291,6 +293,36 @@ def test_a_header_that_promises_more_than_the_file_holds_is_refused_before_readi
     (tmp_path / "a.nii.gz").write_bytes(gzip.compress(bytes(content)))
     with pytest.raises(DataError, match="more than the file can hold"):
         read_geometry(tmp_path / "a.nii.gz")
+
+
+def test_a_small_file_of_a_large_image_is_refused_before_its_memory_is_taken(tmp_path):
+    path = save_png(tmp_path / "a.png", RAMP)
+    data = bytearray(path.read_bytes())
+    data[16:24] = struct.pack(">II", 9000, 9000)
+    data[29:33] = zlib.crc32(data[12:29]).to_bytes(4, "big")
+    path.write_bytes(bytes(data))
+    tifffile.imwrite(tmp_path / "a.tif", RAMP, tile=(16, 16))
+    with tifffile.TiffFile(tmp_path / "a.tif", mode="r+") as file:
+        file.pages[0].tags["TileWidth"].overwrite(16000)
+        file.pages[0].tags["TileLength"].overwrite(16000)
+    for name in ("a.png", "a.tif"):
+        with pytest.raises(DataError, match="more than the file can hold"):
+            read_image(tmp_path / name)
+
+
+def test_a_tiff_of_an_unknown_type_is_refused(tmp_path):
+    tifffile.imwrite(tmp_path / "a.tif", RAMP)
+    with tifffile.TiffFile(tmp_path / "a.tif", mode="r+") as file:
+        file.pages[0].tags["SampleFormat"].overwrite(9)
+    with pytest.raises(DataError, match="values of an unknown type"):
+        read_image(tmp_path / "a.tif")
+
+
+def test_an_even_image_compresses_well_and_is_read(tmp_path):
+    save_png(tmp_path / "a.png", np.zeros((3000, 3000), np.uint8))
+    Pillow.fromarray(np.zeros((3000, 3000), np.uint8)).save(tmp_path / "a.tif", compression="tiff_lzw")
+    for name in ("a.png", "a.tif"):
+        assert read_image(tmp_path / name).array.shape == (1, 3000, 3000)
 
 
 def test_volumes_of_zeros_compress_well_and_are_read(tmp_path):

@@ -227,6 +227,14 @@ def within_limit(path: Path, pixels: int) -> None:
         raise DataError(f"{path}: {pixels} pixels, more than Pillow's safety limit {limit}; cut the image into tiles")
 
 
+def within_file(path: Path, size: int, ratio: int = 1032) -> None:
+    """Raises for a header that promises more bytes than the file can hold; deflating makes 1032 of one at most."""
+    if size > ratio * path.stat().st_size:
+        raise DataError(
+            f"{path}: its header promises {size} bytes, more than the file can hold; copy it again from its source"
+        )
+
+
 def channels_first(stored: NDArray[Any], channels: int) -> NDArray[Any]:
     """(H, W) or (H, W, samples) to (C, H, W); samples after the channels are alpha and are dropped."""
     return stored[None] if stored.ndim == 2 else np.moveaxis(stored[..., :channels], -1, 0)

@@ -14,10 +14,9 @@ from nibabel.filebasedimages import ImageFileError
 from nibabel.spatialimages import HeaderDataError
 from numpy.typing import NDArray
 
-from dltta.data.formats.format import Geometry, ends_in_zeros
+from dltta.data.formats.format import Geometry, ends_in_zeros, within_file
 from dltta.errors import DataError
 
-_DEFLATE_RATIO = 1032  # at most so many bytes come from one compressed byte
 _BLOCK = 1 << 20
 _TEXTS = ("descrip", "aux_file", "db_name", "intent_name", "data_type")  # free text; some are NIfTI-1's alone
 
@@ -38,10 +37,7 @@ class NIfTI:
         shape = tuple(int(n) for n in header.get_data_shape())
         if len(shape) not in (2, 3):
             raise DataError(f"{path}: {len(shape)}-D NIfTI {shape}; save one 3-D file per channel or time point")
-        if math.prod(shape) * header.get_data_dtype().itemsize > _DEFLATE_RATIO * path.stat().st_size:
-            raise DataError(
-                f"{path}: its header says {shape}, more than the file can hold; copy it again from its source"
-            )
+        within_file(path, math.prod(shape) * header.get_data_dtype().itemsize)
         spacing = tuple(float(s) for s in voxel_sizes(affine)[: len(shape)])
         if 0 in shape or not np.isfinite(affine).all() or min(spacing) <= 0:
             raise DataError(f"{path}: size {shape} and spacing {spacing} describe no volume; correct the header")

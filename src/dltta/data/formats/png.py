@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 
-from dltta.data.formats.format import Geometry, channels_first, only_channel, within_limit
+from dltta.data.formats.format import Geometry, channels_first, only_channel, within_file, within_limit
 from dltta.errors import DataError
 
 _CHANNELS = {"1": 1, "L": 1, "LA": 1, "I": 1, "I;16": 1, "I;16B": 1, "P": 3, "PA": 3, "RGB": 3, "RGBA": 3}
@@ -84,6 +84,7 @@ def _open(path: Path) -> Pillow.Image:
         raise DataError(f"{path}: 16-bit color PNG cannot be read exactly; save it as 16-bit TIFF")
     image = Pillow.open(path, formats=["PNG"])
     within_limit(path, image.width * image.height)
+    within_file(path, image.width * image.height // 8)  # at least one bit each
     if image.mode not in _CHANNELS:
         raise DataError(f"{path}: PNG of mode {image.mode} is not supported; save it as grey or RGB")
     return image

@@ -1,6 +1,7 @@
 """1 images. TIFF: one 2-D image per file, grey or RGB, integers or floats, if it can be read exactly."""
 
 import logging
+import math
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,12 +13,13 @@ import tifffile
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 
-from dltta.data.formats.format import Geometry, channels_first, ends_in_zeros, only_channel, within_limit
+from dltta.data.formats.format import Geometry, channels_first, ends_in_zeros, only_channel, within_file, within_limit
 from dltta.errors import DataError
 
 # Our errors say what is wrong with a file; where nobody set up logging, tifffile would say it again on the terminal.
 logging.getLogger("tifffile").addHandler(logging.NullHandler())
 
+_RATIO = 4096  # bytes that one byte stands for at most, in the compressions that are common
 _IDENTIFYING = (
     "DocumentName",
     "ImageDescription",
@@ -96,13 +98,16 @@ def _layout(path: Path, file: Any) -> Geometry:
         raise DataError(f"{path}: a TIFF holds one 2-D image, found axes {axes} {shape}; save pages apart or use NIfTI")
     if page.photometric == tifffile.PHOTOMETRIC.SEPARATED:
         raise DataError(f"{path}: CMYK images are not supported; save it as RGB")
+    if page.dtype is None:
+        raise DataError(f"{path}: values of an unknown type; save it with 8 or 16 bits")
     samples = shape[axes.index("S")] if "S" in axes else 1
     channels = samples - len(page.extrasamples)
     if channels not in (1, 3):
         raise DataError(f"{path}: {channels} channels in one TIFF; save one file per channel")
     rows, columns = shape[axes.index("Y")], shape[axes.index("X")]
     within_limit(path, rows * columns)
-    whole = np.dtype(page.dtype).kind in "iu"
+    within_file(path, max(rows * columns * samples, math.prod(page.chunks)) * page.dtype.itemsize, _RATIO)
+    whole = page.dtype.kind in "iu"
     return Geometry("tiff", (rows, columns), channels, int(np.iinfo(page.dtype).max) if whole else None)
 
 
