@@ -311,9 +311,9 @@ def test_a_small_file_of_a_large_image_is_refused_before_its_memory_is_taken(tmp
 
 
 def test_a_tiff_of_an_unknown_type_is_refused(tmp_path):
-    tifffile.imwrite(tmp_path / "a.tif", RAMP)
+    tifffile.imwrite(tmp_path / "a.tif", RAMP.astype(np.float32))
     with tifffile.TiffFile(tmp_path / "a.tif", mode="r+") as file:
-        file.pages[0].tags["SampleFormat"].overwrite(9)
+        file.pages[0].tags["BitsPerSample"].overwrite(7)
     with pytest.raises(DataError, match="values of an unknown type"):
         read_image(tmp_path / "a.tif")
 

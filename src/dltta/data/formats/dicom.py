@@ -102,8 +102,6 @@ _PIXELS = (0x7FE00008, 0x7FE00009, 0x7FE00010)
 _CLASS = "MediaStorageSOPClassUID"
 _DEFLATED = "1.2.840.10008.1.2.1.99"
 _UNDEFINED = 0xFFFFFFFF
-_BLOCK = 1 << 20
-_MOST_INFLATED = 1 << 28
 _ALIKE = 1e-3  # headers store rounded numbers
 _LPS_TO_RAS = np.diag([-1.0, -1.0, 1.0, 1.0])
 _MALFORMED = (
@@ -194,25 +192,24 @@ def _look(file: Path, stream: BinaryIO, size: int) -> Peek | None:
             pixels.append((length, stream.tell()))
         return tag in _PIXELS
 
-    _check_inflated(file, stream)
+    _refuse_deflated(file)
+    stream.seek(0)
     names = ("SOPClassUID", "SeriesInstanceUID", "Rows", "ImagePositionPatient")
     wanted = [_library("pydicom.tag").Tag(name) for name in names]
     header = _library("pydicom.filereader").read_partial(stream, stop, specific_tags=wanted)
     meaning = _library("pydicom.uid").UID(str(header.get("SOPClassUID") or header.file_meta.get(_CLASS) or ""))
     if meaning in _NOT_IMAGES or (meaning.name != meaning and "Image Storage" not in meaning.name):
         return None
-    if not pixels or "Rows" not in header or not _ends(header, stream, pixels[-1], size):
+    if not pixels or "Rows" not in header or not _ends(stream, pixels[-1], size):
         problem = f"{file}: ends before its image does, or has none; copy it again from its source or leave it out"
         series = header.get("SeriesInstanceUID") if pixels else None  # else it may be cut off itself
         return Peek(series and str(series), bool(header.get("ImagePositionPatient")), problem, False)
     return Peek(str(header.SeriesInstanceUID), bool(header.get("ImagePositionPatient")))
 
 
-def _ends(header: Any, stream: BinaryIO, pixels: tuple[int, int], size: int) -> bool:
+def _ends(stream: BinaryIO, pixels: tuple[int, int], size: int) -> bool:
     """Whether the pixels end within the file."""
     length, begin = pixels
-    if header.file_meta.get("TransferSyntaxUID") == _DEFLATED:  # places are those of the inflated bytes
-        return True
     if length != _UNDEFINED:
         return begin + length <= size
     stream.seek(begin)
@@ -226,22 +223,16 @@ def _ends(header: Any, stream: BinaryIO, pixels: tuple[int, int], size: int) -> 
     return False
 
 
-def _check_inflated(file: Path, stream: BinaryIO) -> None:
-    """Raises for a deflated file that would fill the memory when it is opened; leaves the stream at its start."""
-    meta = _library("pydicom.filereader").read_file_meta_info(file)
-    if meta.get("TransferSyntaxUID") == _DEFLATED:
-        stream.seek(_PREAMBLE + 12 + int(meta.get("FileMetaInformationGroupLength", 0)))
-        inflated, unpack = 0, zlib.decompressobj(-zlib.MAX_WBITS)
-        while not unpack.eof and (block := unpack.unconsumed_tail or stream.read(_BLOCK)):
-            inflated += len(unpack.decompress(block, _BLOCK))
-            if inflated > _MOST_INFLATED:
-                raise DataError(f"{file}: more than {_MOST_INFLATED >> 20} MB when inflated; export it uncompressed")
-    stream.seek(0)
+def _refuse_deflated(file: Path) -> None:
+    """A deflated header would be inflated whole when it is opened, to any size, and its pixels are not read anyway."""
+    if _library("pydicom.filereader").read_file_meta_info(file).get("TransferSyntaxUID") == _DEFLATED:
+        raise DataError(f"{file}: a deflated file; export it uncompressed")
 
 
 def identifying(file: Path) -> tuple[str, ...]:
     """Names of the elements that name the patient, people, places or times, or lead to them; never their values."""
     with _reading(file):
+        _refuse_deflated(file)
         header = _library("pydicom").dcmread(file, stop_before_pixels=True)
         found = [element.keyword or "private elements" for element in header if _identifies(element)]
     return tuple(dict.fromkeys(found))
@@ -289,6 +280,7 @@ def write_segmentation(
 def _header(file: Path) -> Any:
     """A header without pixels; what segmentations must repeat is there, empty where it is missing or malformed."""
     with _reading(file):
+        _refuse_deflated(file)
         header = _library("pydicom").dcmread(file, stop_before_pixels=True)
         frames = int(header.get("NumberOfFrames") or 1)
         if frames > 1 or "PerFrameFunctionalGroupsSequence" in header:
