@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dltta.core.adapter import Adapter
 from dltta.core.objectives.objective import Objective, Preparation
 from dltta.core.rates import Fixed, LearningRate
-from dltta.data.formats.format import MALFORMED, START, Format, ending_among
+from dltta.data.formats.format import MALFORMED, START, Completeness, Format, ending_among
 from dltta.errors import DataError
 
 DISCREPANCIES = (0.0, 1e-9, 1e-3, 0.5, 1.0, 10.0)
@@ -90,6 +90,9 @@ def check_format(format: Format, example: Path | str) -> None:
             except (DataError, *MALFORMED):
                 same = True
             assert same, f"{name} must refuse a file that is cut after {length} of {len(content)} bytes"
+        if isinstance(format, Completeness):
+            assert format.complete(example) is not False, f"{name}.complete must know a whole file"
+            assert format.complete(path) is not True, f"{name}.complete must not take half a file for a whole one"
 
 
 def _check_rate_resumes(name: str, rate: LearningRate, stream: list[float | None]) -> None:

@@ -186,6 +186,8 @@ def test_a_toy_keeps_the_contract(tmp_path):
         ({"read_pixels": lambda self, path: VALUES}, r"must give \(1, 3, 4\) as its geometry"),
         ({"read_pixels": lambda self, path: np.random.default_rng().random((1, 3, 4))}, "the same values again"),
         ({"read_classes": lambda self, path: VALUES * 0}, "must read the class values"),
+        ({"complete": lambda self, path: False}, "complete must know a whole file"),
+        ({"complete": lambda self, path: True}, "must not take half a file for a whole one"),
         (
             {
                 "read_pixels": lambda self, path: VALUES[None] * bool(path.stat().st_size > 9),

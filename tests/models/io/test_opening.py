@@ -48,6 +48,15 @@ class TestCheckpoint:
         assert opened.window is None
         assert opened.checkpoint is not None
 
+    def test_a_sixteen_bit_copy_of_an_eight_bit_image_is_prepared_alike(self, tmp_path):
+        save(tmp_path)
+        opened = open_model(str(tmp_path))
+        array = np.arange(600, dtype=np.float32).reshape(1, 20, 30) % 256
+        eight, sixteen = Image(array, Geometry("tiff", (20, 30), 1, 255)), Geometry("tiff", (20, 30), 1, 65535)
+        torch.testing.assert_close(opened.prepare(Image(array * 257, sixteen)).image, opened.prepare(eight).image)
+        with pytest.raises(InputError, match="values up to 4080 of 65535"):
+            opened.prepare(Image(array * 16, sixteen))
+
     def test_images_are_prepared_as_in_training_and_answers_led_back(self, tmp_path):
         save(tmp_path)
         opened = open_model(str(tmp_path))
