@@ -413,6 +413,17 @@ def test_a_damaged_slice_fails_its_whole_series(tmp_path, place, damage, naming)
     assert found[0].problem is None
 
 
+@pytest.mark.parametrize("name", ["slice002.dcm.part", "slice002.dcm~", "~slice002.dcm", "slice002.dcm.TMP"])
+def test_a_series_with_a_slice_that_is_not_finished_is_not_predicted_from_the_others(tmp_path, name):
+    files = write_series(tmp_path / "in" / "p", np.ones((3, 4, 6), np.int16))
+    files[2].rename(files[2].with_name(name))
+    assert f"{name}: a slice that is not finished" in problem(tmp_path / "in", "p")
+    files[2].with_name(name).rename(files[2].with_name("download.part"))
+    [case] = find_incoming(tmp_path / "in")
+    assert case.problem is None
+    assert str(find_incoming(tmp_path / "in").ignored) == "ignored: 1 unfinished"
+
+
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_series_of_two_is_not_predicted_from_one(tmp_path, place):
     files = write_series(tmp_path / "in" / "p", np.ones((2, 4, 6), np.int16))

@@ -117,6 +117,17 @@ def test_a_slice_whose_copy_pauses_is_waited_for(tmp_path):
     assert found == [(109, 3, None)]
 
 
+def test_a_series_waits_for_a_slice_that_is_still_to_be_renamed(tmp_path):
+    files = write_series(tmp_path / "in" / "p", np.ones((3, 8, 8), np.int16))
+    part = files[1].rename(files[1].with_name("slice001.dcm.part"))
+    clock = Clock(at_99=lambda: part.rename(files[1]))
+    found = [
+        (clock.now, len(case.files), case.problem)
+        for case in watch_incoming(tmp_path / "in", settle=10, idle=60, clock=clock, sleep=clock.sleep)
+    ]
+    assert found == [(109, 3, None)]
+
+
 def test_space_that_is_not_filled_yet_is_waited_for(tmp_path):
     content = save(tmp_path / "elsewhere" / "a.png").read_bytes()
     path = tmp_path / "in" / "a.png"

@@ -222,7 +222,7 @@ class _Look:
         for entry in self._entries(root):
             if is_folder(entry):
                 self._look_into(entry)
-            elif ending(entry) is None:
+            elif ending(entry) is None or is_temporary(entry):
                 others.append(entry)
             elif stem(entry).endswith(PROBABILITIES):
                 self.ignored["probabilities"] += 1
@@ -241,8 +241,6 @@ class _Look:
         for entry in listed:
             if entry.name.startswith("."):
                 self.ignored["hidden"] += 1
-            elif entry.name.startswith("~") or entry.name.lower().endswith(_TEMPORARY):
-                self.ignored["unfinished"] += 1  # until it is renamed
             elif entry.name == STOP:
                 continue
             elif (status := state_of(entry)) and not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
@@ -267,7 +265,7 @@ class _Look:
             found = ending(entry)
             if is_folder(entry):
                 self.ignored["folder in a sub-folder"] += 1
-            elif found is not None:
+            elif found is not None and not is_temporary(entry):
                 self.ignored[f"{found} in a sub-folder"] += 1
             else:
                 others.append(entry)
@@ -286,7 +284,10 @@ class _Look:
         """Files without an ending that we read: DICOM images, images under a wrong name, and what is no image."""
         slices: dict[Path, dicom.Peek] = {}
         unknown: dict[Path, bytes] = {}
+        unfinished = [file for file in files if is_temporary(file)]
         for file in files:
+            if file in unfinished:
+                continue
             try:
                 start = first_bytes(file)
             except DataError as error:
@@ -309,6 +310,12 @@ class _Look:
                 self._add(file.name, [file], f"{file}: begins like {format.name}; let its name end in {wanted}")
             else:
                 self.ignored[_other_kind(file)] += 1
+        for file in unfinished:
+            if _among(named_so, file.with_name(_final(file)), plain=True):
+                problem = f"{file}: a slice that is not finished; wait until it is renamed, or take it out"
+                slices[file] = dicom.Peek(None, False, problem, complete=False)
+            else:
+                self.ignored["unfinished"] += 1
         self._take_dicom(folder, slices)
 
     def _take_dicom(self, folder: Path, found: Mapping[Path, dicom.Peek]) -> None:
@@ -365,6 +372,17 @@ def _series(found: Mapping[Path, dicom.Peek]) -> tuple[list[list[Path]], list[Pa
     lost = [file for file, peek in found.items() if peek.series is None]
     taken = {file for group in [*volumes, lost] for file in group}
     return volumes, sorted(file for file in found if file not in taken), lost
+
+
+def is_temporary(file: Path) -> bool:
+    """Whether its name says that somebody still writes it."""
+    return file.name.startswith("~") or file.name.lower().endswith(_TEMPORARY)
+
+
+def _final(file: Path) -> str:
+    """The name that a file with a temporary one will have."""
+    found = next((e for e in _TEMPORARY if file.name.lower().endswith(e)), "")
+    return file.name[: len(file.name) - len(found)].lstrip("~") or file.name
 
 
 def _among(slices: Sequence[Path], file: Path, *, plain: bool) -> bool:

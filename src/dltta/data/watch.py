@@ -11,7 +11,18 @@ from pathlib import Path
 
 from dltta.data.formats import dicom
 from dltta.data.formats.format import complete, ending
-from dltta.data.inbox import STOP, Ignored, Incoming, Order, image_folder, in_order, is_file, look, state_of
+from dltta.data.inbox import (
+    STOP,
+    Ignored,
+    Incoming,
+    Order,
+    image_folder,
+    in_order,
+    is_file,
+    is_temporary,
+    look,
+    state_of,
+)
 from dltta.data.names import split_channel
 from dltta.errors import DataError
 
@@ -165,6 +176,8 @@ def _complete_file(file: Path) -> bool | None:
         return True  # a link to nowhere, a folder: nothing to wait for
     if ending(file) is not None:
         return complete(file)
+    if is_temporary(file):
+        return False
     peek = dicom.peek(file)
     return peek is None or peek.complete
 
