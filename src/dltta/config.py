@@ -1,8 +1,7 @@
 """The boundary: names become objects here and nowhere else, and a misspelled one is answered with the right one."""
 
-import difflib
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from types import UnionType
@@ -21,7 +20,7 @@ from dltta.data.datasets.prostate import Prostate
 from dltta.data.phantom import phantom
 from dltta.data.preprocessing import Preprocessing
 from dltta.data.sites import SiteFolder, Slices, open_site
-from dltta.errors import DataError, SettingError
+from dltta.errors import DataError, SettingError, require
 from dltta.models.calibration import Calibration
 from dltta.models.io.checkpoint import Checkpoint
 from dltta.models.io.opened import OpenedModel
@@ -340,16 +339,6 @@ def build(kind: type[Built], table: Mapping[str, Any], where: str) -> Built:
     for key, value in table.items():
         _check_type(f"{key} in {where}", value, known[key].type)
     return kind(**values)
-
-
-def require(what: str, found: str, known: Iterable[str]) -> None:
-    """Raise with the nearest right spelling unless `found` is known."""
-    known = list(known)
-    if found in known:
-        return
-    close = difflib.get_close_matches(found, known, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
-    raise SettingError(f"there is no {what} {found!r}; {hint}")
 
 
 def _check_type(what: str, value: object, kind: Any) -> None:

@@ -34,12 +34,11 @@ from dltta.config import (
     make_adapter,
     make_uda,
     open_dataset,
-    require,
     split_rate,
 )
 from dltta.data.case import Case, Dataset, Task
 from dltta.data.preprocessing import Preprocessed
-from dltta.errors import DataError, SettingError
+from dltta.errors import DataError, SettingError, require
 from dltta.evaluation import (
     Example,
     Keep,

@@ -18,13 +18,13 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from dltta.config import METHODS, PAPER, AdaptationSettings, make_adapter, make_uda, open_dataset, require
+from dltta.config import METHODS, PAPER, AdaptationSettings, make_adapter, make_uda, open_dataset
 from dltta.core.objectives import Objective, Tent
 from dltta.data.case import Task
 from dltta.data.check import check_published
 from dltta.data.datasets.oct import LAYERS
 from dltta.data.datasets.prostate import SITES
-from dltta.errors import DataError, SettingError
+from dltta.errors import DataError, SettingError, require
 from dltta.evaluation import CaseRecord, Example, Results
 from dltta.evaluation.demo import NOTES, demo_experiment
 from dltta.evaluation.examples import Array
