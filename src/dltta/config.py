@@ -132,9 +132,7 @@ def make_statistics(name: str, calibration: Calibration | None, batch_size: int 
     require("statistics", name, STATISTICS)
     if name == "shrinkage":
         if calibration is None:
-            raise SettingError(
-                "shrinkage statistics need a calibrated model; train it again, or use batch statistics"
-            )
+            raise SettingError("shrinkage statistics need a calibrated model; train it again, or use batch statistics")
         return Shrinkage(calibration.moments(batch_size))
     plain: dict[str, Statistics] = {"batch": BATCH_STATISTICS, "blended": Blended(), "running": Running()}
     return plain[name]
