@@ -128,7 +128,7 @@ def _layers(anatomy: Anatomy) -> RenderableType:
             continue
         before = layer.output
         kind = f"{layer.repeats} x {layer.kind}" if layer.repeats else layer.kind
-        table.add_row(layer.name, kind, _output(layer), f"{layer.parameters:,}")
+        table.add_row(Text(layer.name), Text(kind), _output(layer), f"{layer.parameters:,}")
     if not hidden:
         return table
     kinds = ", ".join(f"{number} {kind}" for kind, number in hidden.items())
@@ -144,7 +144,7 @@ def _normalizations(anatomy: Anatomy) -> RenderableType:
         return Text("no normalization layers")
     table = _table("normalization", "layers", "scale and shift", "statistics of the training set")
     for found in anatomy.normalization:
-        table.add_row(found.kind, str(found.layers), str(found.affine), str(found.stored))
+        table.add_row(Text(found.kind), str(found.layers), str(found.affine), str(found.stored))
     return table
 
 

@@ -450,7 +450,7 @@ def test_a_mistake_is_one_line_and_writes_nothing(monkeypatch, capsys, tmp_path,
 def test_help_shows_an_example_and_every_name(monkeypatch, capsys):
     code, out, _ = typed(monkeypatch, capsys, "reproduce", "--help")
     assert code == 0
-    assert "dltta reproduce oct --phantom" in out.split("For example")[1]
+    assert "dltta reproduce oct --phantom" in out.split("Examples:")[1]
     assert all(name in out for name in NAMES)
 
 

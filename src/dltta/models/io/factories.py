@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from dltta.errors import SettingError
+from dltta.errors import DlttaError, SettingError
 
 
 def is_factory(spec: str) -> bool:
@@ -30,7 +31,8 @@ def call_factory(spec: str) -> nn.Module:
         there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise SettingError(f"{place} has no function {name!r}; there are {', '.join(there[:8]) or 'none'}")
     _require_no_arguments(spec, factory)
-    model = factory()
+    with _OwnCode(spec):
+        model = factory()
     if not isinstance(model, nn.Module):
         raise SettingError(f"{spec} returns a {type(model).__name__}, not a torch.nn.Module")
     return model
@@ -43,19 +45,40 @@ def _from_file(path: Path) -> ModuleType:
     if described is None or described.loader is None:
         raise SettingError(f"{path} cannot be imported; write path/to/file.py:function")
     module = importlib.util.module_from_spec(described)
-    described.loader.exec_module(module)
+    with _OwnCode(str(path)):
+        described.loader.exec_module(module)
     return module
 
 
 def _from_package(name: str) -> ModuleType:
-    try:
-        with importable_from(Path.cwd()):
+    with importable_from(Path.cwd()), _OwnCode(name):
+        try:
             return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there, something that it imports is not
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise  # the module is there, something that it imports is not
+            raise SettingError(
+                f"there is no module {error.name!r}; write package.module:function, importable or in this folder"
+            ) from error
+
+
+class _OwnCode:
+    """Whatever somebody's own code raises is one sentence: what, with which message, in which line."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if not isinstance(error, Exception) or isinstance(error, DlttaError):
+            return
+        place = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith("<frozen")][-1]
+        what = ": ".join(filter(None, (type(error).__name__, " ".join(str(error).split()))))
         raise SettingError(
-            f"there is no module {error.name!r}; write package.module:function, importable or in this folder"
+            f"{self.name} raised {what} ({Path(place.filename).name}, line {place.lineno}); correct it, "
+            "dltta --debug shows the traceback"
         ) from error
 
 
