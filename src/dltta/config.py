@@ -4,6 +4,7 @@ import inspect
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from enum import StrEnum
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
@@ -293,6 +294,9 @@ def build(kind: type[Built], table: Mapping[str, Any], where: str) -> Built:
 def _check_type(what: str, value: object, kind: Any) -> None:
     if _accepts(kind, value):
         return
+    choices = [each for each in (kind, *get_args(kind)) if isinstance(each, type) and issubclass(each, StrEnum)]
+    if choices:
+        raise SettingError(f"{what} must be one of {', '.join(choices[0])}, got {value!r}")
     if get_origin(kind) is Literal:
         raise SettingError(f"{what} must be one of {', '.join(get_args(kind))}, got {value!r}")
     raise SettingError(f"{what} must be {getattr(kind, '__name__', kind)}, got {value!r}")
@@ -302,6 +306,8 @@ def _accepts(kind: Any, value: object) -> bool:
     """Whether a value from TOML fits an annotation; a whole number is fine where a real one is asked."""
     inner = get_args(kind)
     match get_origin(kind):
+        case None if isinstance(kind, type) and issubclass(kind, StrEnum):
+            return isinstance(value, str) and value in list(kind)
         case None:
             wanted = {float: (int, float)}.get(kind, kind)
             return isinstance(value, wanted) and (kind is bool or not isinstance(value, bool))

@@ -6,8 +6,9 @@ OUT/
   stream.jsonl        one line per case, hash-chained (`journal.py`)
   state/              what was learned, version by version (`state.py`)
 For each batch in this order: predictions, state, log, table; while the disk works on that, the network works on the
-next batch. A case is done once its line is in the log; whatever a crash leaves without a line is done again from the same state, and comes
-out the same. A case that fails leaves no trace in the state: before the next one the latest version is loaded again.
+next batch. A case is done once its line is in the log; whatever a crash leaves without a line is done again from the
+same state, and comes out the same. A case that fails leaves no trace in the state: before the next one the latest
+version is loaded again.
 """
 
 import errno
@@ -19,7 +20,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -35,10 +35,11 @@ from dltta.errors import DataError, DlttaError, InputError, NonFiniteError, Sett
 from dltta.files import remove_parts, sync_folder, write_atomically
 from dltta.models.io.opened import OpenedModel
 from dltta.predictor import Loaded, Prediction, Predictor, load
-from dltta.recipes import Method, Recipe, paper, recommended
+from dltta.recipes import Method, Recipe, paper
 from dltta.serving.index import PredictionTable, StreamIndex, shortest
 from dltta.serving.journal import Fields, Journal, on_disk, write_anchor
 from dltta.serving.naming import Naming
+from dltta.serving.settings import Deployment, OnError, StreamSettings
 from dltta.serving.state import Packed, StateFolder
 from dltta.version import __version__
 
@@ -48,35 +49,6 @@ FILES = (("prediction", "sha256"), ("probabilities_file", "probabilities_sha256"
 
 CaseError: TypeAlias = DataError | InputError | NonFiniteError  # what one case can have, and the others not
 Tick = Callable[[Mapping[str, Any]], None]  # the line of a case that was dealt with
-
-
-class Deployment(StrEnum):
-    """What the adapted model is allowed to do."""
-
-    LIVE = "live"  # it predicts
-    SHADOW = "shadow"  # it adapts, the source model predicts; how the two differ is recorded
-    FROZEN = "frozen"  # nothing adapts, the source model predicts
-
-
-class OnError(StrEnum):
-    """What to do about a case that cannot be used."""
-
-    STOP = "stop"
-    SKIP = "skip"
-
-
-@dataclass(frozen=True)
-class StreamSettings:
-    """How a stream is adapted and predicted; the defaults are those of `dltta adapt`.
-
-    `anonymize` puts the image's hash in the place of its name, in the log and in the predictions' file names.
-    """
-
-    recipe: Recipe = field(default_factory=recommended)
-    deployment: Deployment = Deployment.LIVE
-    on_error: OnError = OnError.STOP
-    save_probabilities: bool = False
-    anonymize: bool = False
 
 
 @dataclass
@@ -361,7 +333,7 @@ class Stream:
             raise error
         name = self.naming.name(case, found)
         sentence = self.naming.sentence(error, case, name)
-        if self.settings.on_error == "stop":
+        if self.settings.on_error == OnError.STOP:
             raise type(error)(sentence) from error
         self._settle()
         self._summary.failed.append(sentence)
