@@ -13,7 +13,6 @@ from dltta.cli.options import (
     MODEL_HELP,
     Device,
     Json,
-    OnError,
     Order,
     OwnModel,
     StreamMode,
@@ -22,16 +21,16 @@ from dltta.cli.options import (
     split_size,
 )
 from dltta.errors import SettingError
-from dltta.recipes import RECOMMENDED, Method, Optimizer, Rule, Statistics
+from dltta.recipes import RECOMMENDED, Method, Mode, Optimizer, Recipe, Statistics, recipe_for, split_rate
+from dltta.serving.settings import Deployment, OnError, StreamSettings
 
 if TYPE_CHECKING:
-    from dltta.models.io.opened import OpenedModel
-    from dltta.serving.folder import StreamSettings, Summary
+    from dltta.serving.folder import Summary
 
 
 @dataclass(frozen=True)
 class Adapting:
-    """How the model adapts. None stands for what the method, the task or the model recommends."""
+    """How the model adapts. None stands for what the recipe of the method says."""
 
     panel: ClassVar[str] = "How the model adapts (docs/methods.md)"
     method: Annotated[
@@ -47,8 +46,9 @@ class Adapting:
         typer.Option(
             metavar="RULE",
             help="How large each step is. dynamic (Eq. 6 of the paper), exponential and relative (to what is usual) "
-            "follow the discrepancy to similar earlier predictions; fixed does not; or package.module:Class.",
-            show_default="relative",
+            "follow the discrepancy to similar earlier predictions; fixed does not; or package.module:Class. "
+            "recommended brings its own.",
+            show_default="dynamic",
         ),
     ] = None
     alpha: Annotated[
@@ -72,21 +72,22 @@ class Adapting:
         typer.Option(
             "--guard/--no-guard",
             metavar=FLAG,
-            help="Whether updates that would do harm are undone (docs/guard.md).",
-            show_default="guard",
+            help="Whether updates that would do harm are undone (docs/guard.md). recommended has it on.",
+            show_default="no guard, as in the paper",
         ),
     ] = None
-    steps: Annotated[int, typer.Option(metavar="N", help="Gradient steps per image.")] = 1
+    steps: Annotated[int | None, typer.Option(metavar="N", help="Gradient steps per image.", show_default="1")] = None
     optimizer: Annotated[
-        Optimizer, typer.Option(metavar="NAME", help="What takes the step: sgd (Eq. 2 of the paper) or adam.")
-    ] = Optimizer.SGD
+        Optimizer | None,
+        typer.Option(metavar="NAME", help="What takes the step: sgd (Eq. 2 of the paper) or adam.", show_default="sgd"),
+    ] = None
     statistics: Annotated[
         Statistics | None,
         typer.Option(
             metavar="NAME",
             help="What batch normalization uses: batch (of the test images), shrinkage (between those and the "
             "source's, by how far they differ), blended (half of each), running (a moving average).",
-            show_default="shrinkage for a calibrated model, else batch",
+            show_default="batch; recommended: shrinkage for a calibrated model",
         ),
     ] = None
     batch_size: Annotated[
@@ -104,34 +105,49 @@ class Adapting:
         ),
     ] = None
 
+    pool: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Average the memory's features to N positions per axis, for images of different sizes.",
+            show_default="no; recommended: 8",
+        ),
+    ] = None
+    prefill: Annotated[
+        bool,
+        typer.Option(
+            "--prefill",
+            metavar=FLAG,
+            help="Begin with the source images' features and predictions in the memory (dltta train --with memory).",
+        ),
+    ] = False
+
     def __post_init__(self) -> None:
         require_name("method", self.method, (RECOMMENDED, *Method))
         if self.rate is not None:
-            require_name("rate", self.rate, Rule)
+            split_rate(self.rate)
 
-    def settings(self, opened: "OpenedModel", writing: "Writing", on_error: OnError) -> "StreamSettings":
+    def recipe(self) -> Recipe:
         """What the stream is run with."""
-        from dltta.config import AdaptationSettings
-        from dltta.serving.folder import StreamSettings
-
-        known = Statistics.SHRINKAGE if opened.calibration is not None else Statistics.BATCH
-        return StreamSettings(
-            Method.TENT.value if self.method == RECOMMENDED else self.method,
-            self.rate or Rule.RELATIVE.value,
-            self.mode.value,
-            AdaptationSettings(
-                alpha=self.alpha,
-                batch_size=self.batch_size,
-                steps=self.steps,
-                optimizer=self.optimizer.value,
-                ready="neighbors",
-                statistics=(self.statistics or known).value,
-                guard=self.guard is not False,
-            ),
-            on_error.value,
-            writing.save_probabilities,
-            writing.anonymize,
+        mode = Mode.IMAGE_SPECIFIC if self.mode == StreamMode.IMAGE_SPECIFIC else None
+        return recipe_for(
+            self.method,
+            self.rate,
+            alpha=self.alpha,
+            mode=mode,
+            guard=self.guard,
+            steps=self.steps,
+            optimizer=self.optimizer,
+            statistics=self.statistics,
+            batch_size=self.batch_size,
+            pool=self.pool,
+            prefill=self.prefill or None,
         )
+
+    @property
+    def deployment(self) -> Deployment:
+        known = {StreamMode.SHADOW: Deployment.SHADOW, StreamMode.FROZEN: Deployment.FROZEN}
+        return known.get(self.mode, Deployment.LIVE)
 
 
 @dataclass(frozen=True)
@@ -242,13 +258,15 @@ def adapt(
     """
     from dltta.cli.progress import bars
     from dltta.serving.folder import Stream
-    from dltta.serving.maintenance import answered_names
+    from dltta.serving.maintenance import predicted_names
 
     source = own.source(model, patch=split_size(adapting.patch))
-    cases = arriving.cases(images, answered_names(output) if writing.resume and arriving.watch else ())
+    cases = arriving.cases(images, predicted_names(output) if writing.resume and arriving.watch else ())
     opened = source.open()
     opened.model.to(require_device(device))
-    settings = adapting.settings(opened, writing, arriving.on_error)
+    settings = StreamSettings(
+        adapting.recipe(), adapting.deployment, arriving.on_error, writing.save_probabilities, writing.anonymize
+    )
     with Stream(opened, output, settings, resume=writing.resume) as stream, bars() as listener:
         summary = stream.run(cases, listener.cases(None if arriving.watch else len(cases)))
     _tell(summary, output, as_json)
@@ -263,7 +281,7 @@ def _tell(summary: "Summary", output: Path, as_json: bool) -> None:
     for sentence in summary.failed:
         typer.secho("skipped: ", fg="yellow", nl=False, err=True)
         typer.echo(sentence, err=True)
-    parts = [f"{summary.answered} predicted"]
+    parts = [f"{summary.predicted} predicted"]
     parts += [f"{summary.repeated} the same as an earlier image"] if summary.repeated else []
     parts += [f"{summary.before} had a prediction"] if summary.before else []
     parts += [f"{len(summary.failed)} skipped"] if summary.failed else []

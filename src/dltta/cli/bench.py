@@ -8,7 +8,8 @@ from typing import Annotated, Any, ClassVar
 import typer
 
 from dltta.cli.options import UDA, Device, Json, count_processes, require_device, split_names
-from dltta.recipes import Optimizer
+from dltta.errors import SettingError
+from dltta.recipes import Method, Optimizer, Recipe
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Compared:
         str | None,
         typer.Option(
             metavar="NAMES",
-            help=f"Test-time methods, or methods that learn with target images ({', '.join(UDA)}), with commas.",
+            help="Test-time methods, with commas: source, ptbn, ttt, tent, atta, recommended, package.module:Class; or "
+            f"methods that learn with target images: {', '.join(UDA)}.",
             show_default="source,ptbn,ttt,tent,atta",
         ),
     ] = None
@@ -29,7 +31,7 @@ class Compared:
         typer.Option(
             metavar="RULES",
             help="Learning-rate rules, with commas: fixed, dynamic, exponential, relative, matched (fixed at the mean "
-            "of dynamic), recommended. fixed:1e-2 sets the rate.",
+            "of dynamic), package.module:Class. fixed:1e-2 sets the rate.",
             show_default="fixed,dynamic",
         ),
     ] = None
@@ -126,7 +128,7 @@ def bench(
     """
     from dltta.cli.progress import bars
     from dltta.cli.report import show
-    from dltta.config import METHODS, AdaptationSettings, build, read_toml
+    from dltta.config import build, read_toml
     from dltta.evaluation import sentences
     from dltta.evaluation.experiment import Experiment, run_experiment
     from dltta.training import TrainingSettings
@@ -141,13 +143,13 @@ def bench(
         methods=split_names(compared.methods), rates=split_names(compared.rates), seeds=compared.seeds,
         orders=compared.orders,
     )  # fmt: skip
-    training.setdefault("with", [name for name in AUXILIARIES if name in table.get("methods", METHODS)])
+    training.setdefault("with", [name for name in AUXILIARIES if name in table.get("methods", list(Method))])
     experiment = build(
         Experiment,
         {
             **table,
             "training": build(TrainingSettings, training, "[training]"),
-            "adaptation": build(AdaptationSettings, adaptation, "[adaptation]"),
+            "adaptation": _shared_recipe(adaptation),
         },
         str(config or "the command line"),
     )
@@ -159,6 +161,18 @@ def bench(
         return
     show(results)
     typer.echo(f"Report: {experiment.folder / 'report.html'}")
+
+
+def _shared_recipe(table: dict[str, Any]) -> Recipe:
+    """What all methods share, from the table [adaptation]."""
+    from dltta.config import build
+
+    for key in ("method", "rate", "name"):
+        if key in table:
+            raise SettingError(
+                f"[adaptation] is for all methods; {key} is no part of it: use methods and rates above it"
+            )
+    return build(Recipe, table, "[adaptation]")
 
 
 def _given(**options: Any) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def demo(
     summaries = []
     for name in TASKS if task is DemoTask.ALL else (task.value,):
         experiment = demo_experiment(name, str(output), seed=seed, quick=quick)
-        settings = replace(experiment.adaptation, optimizer=optimizer.value)
+        settings = replace(experiment.adaptation, optimizer=optimizer)
         summaries.append(_run(replace(experiment, adaptation=settings), device, as_json))
     if as_json:
         typer.echo(json.dumps(summaries))

@@ -41,13 +41,6 @@ class StreamMode(StrEnum):
     FROZEN = "frozen"
 
 
-class OnError(StrEnum):
-    """What to do with a case that cannot be used."""
-
-    STOP = "stop"
-    SKIP = "skip"
-
-
 class Order(StrEnum):
     """Which image comes first."""
 

@@ -15,6 +15,7 @@ from rich.text import Text
 from dltta.evaluation.experiment import Job, Listener
 from dltta.training.fit import Plan, Report
 
+EVER = math.inf  # the time left is estimated from the latest 1000 updates, however long ago
 EVERY = 30.0  # seconds between two lines where there is no terminal
 STAGES = {
     "task": "train model", "atta": "auto-encoders", "style": "restyle images", "cyclegan": "translation",
@@ -74,8 +75,7 @@ def bars(console: Console | None = None, clock: Callable[[], float] = time.monot
     """What a command reports its progress to."""
     console = console or Console(stderr=True)
     kind = Progress if console.is_terminal else _Lines
-    average = {"speed_estimate_period": math.inf}  # over the latest 1000 updates, however long they take
-    with kind(*_columns(), console=console, get_time=clock, expand=True, **average) as progress:
+    with kind(*_columns(), console=console, get_time=clock, expand=True, speed_estimate_period=EVER) as progress:
         yield Bars(progress)
 
 
