@@ -38,12 +38,16 @@ from dltta.data.check import PUBLISHED, check_published, check_site
 from dltta.data.inbox import find_incoming, watch_incoming
 from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DlttaError, SettingError
-from dltta.evaluation import Results, by_target, rich_table, sentences, write_report
 from dltta.evaluation.demo import NOTES, TASKS, demo_experiment
 from dltta.evaluation.experiment import Experiment, run_experiment, write_tables
 from dltta.evaluation.folders import record_csv, score_folders
+from dltta.evaluation.formats import rich_table
+from dltta.evaluation.headline import sentences
 from dltta.evaluation.overview import overview
 from dltta.evaluation.paper.reproduce import Setup, check, chosen, reproduce
+from dltta.evaluation.report import write_report
+from dltta.evaluation.results import Results
+from dltta.evaluation.tables import by_target
 from dltta.files import write_atomically
 from dltta.metrics import DISTANCES
 from dltta.models.allocator import keep_freed_memory

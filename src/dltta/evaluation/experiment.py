@@ -40,22 +40,13 @@ from dltta.config import (
 from dltta.data.case import Case, Dataset, Task
 from dltta.data.preprocessing import Preprocessed
 from dltta.errors import DataError, SettingError
-from dltta.evaluation import (
-    Example,
-    Keep,
-    Provenance,
-    Results,
-    Stream,
-    by_target,
-    checksum,
-    csv_text,
-    gather_examples,
-    latex,
-    markdown,
-    method_label,
-    run_stream,
-    write_report,
-)
+from dltta.evaluation.examples import Example, Keep, gather_examples
+from dltta.evaluation.formats import csv_text, latex, markdown
+from dltta.evaluation.provenance import Provenance, checksum
+from dltta.evaluation.report import write_report
+from dltta.evaluation.results import Results, StreamResult
+from dltta.evaluation.run import run_stream
+from dltta.evaluation.tables import by_target, method_label
 from dltta.files import write_atomically
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint, weights_checksum
 from dltta.predictor import SlidingWindows
@@ -299,7 +290,7 @@ def run_job(bench: Bench, job: Job, device: str) -> None:
     steps = adapter if patch is None else SlidingWindows(adapter, patch)
     record = run_stream(steps, dataset, order, batch_size=settings.batch_size or 1, collect=shown)
     source = "+".join(checkpoint.record["sites"])
-    stream = Stream.of(record, source=source, method=job.method, rate=job.rate, seed=job.seed, order=job.order)
+    stream = StreamResult.of(record, source=source, method=job.method, rate=job.rate, seed=job.seed, order=job.order)
     provenance = Provenance.collect(seeds=[job.seed], data={dataset.site: bench.data[job.target, job.seed]})
     _save_answers(bench.example_file(job), shown)
     Results(asdict(job), provenance, (stream,)).write(bench.stream_file(job))
@@ -333,7 +324,7 @@ def collect_results(bench: Bench, jobs: Sequence[Job]) -> Results:
     return Results(bench.experiment.describe(), provenance, streams)
 
 
-def _untimed(stream: Stream) -> Stream:
+def _untimed(stream: StreamResult) -> StreamResult:
     return replace(stream, cases=tuple(replace(case, seconds=None) for case in stream.cases))
 
 
@@ -471,7 +462,7 @@ def _file_name(target: str) -> str:
 
 def _save_answers(path: Path, kept: Keep) -> None:
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, allow_pickle=False, **kept.answers)
+    np.savez_compressed(buffer, allow_pickle=False, **kept.predictions)
     write_atomically(path, buffer.getvalue())
 
 
@@ -480,5 +471,5 @@ def _load_answers(bench: Bench, job: Job, cases: Mapping[str, Case]) -> Keep:
     rows = {row.case: row for row in Results.load(bench.stream_file(job)).streams[0].cases}
     with np.load(bench.example_file(job)) as saved:
         for name, case in cases.items():
-            kept.cases[name], kept.rows[name], kept.answers[name] = case, rows[name], saved[name]
+            kept.cases[name], kept.rows[name], kept.predictions[name] = case, rows[name], saved[name]
     return kept

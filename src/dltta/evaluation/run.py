@@ -19,6 +19,14 @@ from dltta.metrics import Unit, mean_defined, score_classification, score_segmen
 from dltta.models.predictions import most_likely, probabilities
 from dltta.quality.guard import Ruling
 
+DECISIONS = {  # as results name them, from harmless to severe
+    "accepted": "accepted",
+    "at home": "in-distribution",
+    "skipped": "kept",
+    "rolled back": "rolled-back",
+    "source": "source",
+}
+
 
 class Answer(Protocol):
     """What one step of a stream gives back; None where the method has no loss, memory, update or guard."""
@@ -61,7 +69,8 @@ class CaseRecord:
     label: int | None = None  # these three in classification only
     prediction: int | None = None
     probabilities: tuple[float, ...] | None = None
-    guard: str | None = None  # its verdict
+    decision: str | None = None  # of the guard, one of `DECISIONS`
+    reason: str | None = None  # for the decision, a code
 
     @property
     def key(self) -> tuple[str, str]:
@@ -173,8 +182,8 @@ def _batch_name(cases: Sequence[Case]) -> str:
 def _row(case: Case, answer: Tensor, dataset: Dataset, step: Answer, position: int, seconds: float) -> CaseRecord:
     """The record of one case; an unlabeled one has no metrics."""
     numbers = (_finite(step.loss), _finite(step.discrepancy), _finite(step.rate))
-    verdict = None if step.ruling is None else step.ruling.of(position).verdict
-    row = CaseRecord(case.name, case.site, {}, seconds, *numbers, guard=verdict)
+    decision = None if step.ruling is None else DECISIONS[step.ruling.of(position).verdict]
+    row = CaseRecord(case.name, case.site, {}, seconds, *numbers, decision=decision)
     try:
         if dataset.task == "classification":
             return _classified(row, answer, case)

@@ -13,7 +13,6 @@ from dltta.config import METHODS, AdaptationSettings, default_preprocessing, ope
 from dltta.data.datasets.oct import CIRRUS_SPACING, LAYERS, SPECTRALIS_SPLIT
 from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DataError, SettingError
-from dltta.evaluation import Results
 from dltta.evaluation.experiment import Experiment
 from dltta.evaluation.paper.published import (
     Number,
@@ -35,6 +34,7 @@ from dltta.evaluation.paper.reproduce import (
     reproduce,
     runs_of,
 )
+from dltta.evaluation.results import Results
 from dltta.training import TrainingSettings
 from evaluation.small_results import results, stream
 from streams import typed
@@ -348,9 +348,9 @@ def test_the_retrieval_figure_is_drawn_from_the_table(work, monkeypatch, plain_r
 
 
 def is_drawn(path):
-    """A picture that is not of one color."""
-    with Pillow.open(path) as picture:
-        return picture.format == "PNG" and len(np.unique(np.asarray(picture.convert("L")))) > 20
+    """An image that is not of one color."""
+    with Pillow.open(path) as image:
+        return image.format == "PNG" and len(np.unique(np.asarray(image.convert("L")))) > 20
 
 
 # ---- published data on disk
