@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 import torch
 
 from dltta.core.adapter import Adapter, Layout, Mode
+from dltta.core.discrepancy import Positions
 from dltta.core.memory import Distance, MemoryBank, Ready
 from dltta.core.objectives import ATTA, PTBN, TTT, Objective, Preparation, Source, Tent
 from dltta.core.rates import Exponential, Fixed, LearningRate, Proportional, Relative
@@ -69,6 +70,7 @@ class AdaptationSettings:
     ready: Ready = "full"
     distance: Distance = "l2"
     pool: int | None = None
+    positions: Positions = "mean"  # how Eq. (4) treats the positions of an image
     statistics: Literal["batch", "shrinkage", "blended", "running"] = "batch"
     guard: bool = False
     prefill: bool = False  # the memory begins with the pairs of source images that the checkpoint keeps
@@ -81,7 +83,7 @@ class AdaptationSettings:
 
     def deciding(self, method: str, rate: str) -> dict[str, Any]:
         """The settings that decide a stream's outcome: only the batch without a loss, no memory with a fixed rate."""
-        memory = {"batches_kept", "neighbors", "ready", "distance", "pool", "prefill"}
+        memory = {"batches_kept", "neighbors", "ready", "distance", "pool", "positions", "prefill"}
         ignored = memory if rate.partition(":")[0] == "fixed" else set()
         alone = {name: ["batch_size"] for name in WITHOUT_RATE} | {"ptbn": ["batch_size", "statistics"]}
         names = alone[method] if method in alone else [entry.name for entry in fields(self)]
@@ -101,6 +103,7 @@ class AdaptationSettings:
             ready=self.ready,
             distance=self.distance,
             pool=self.pool,
+            positions=self.positions,
         )
 
 

@@ -79,6 +79,7 @@ class Recipe:
     ready: Literal["full", "neighbors"] = "full"
     distance: Literal["l2", "cosine"] = "l2"
     pool: int | None = None  # positions per axis of the memory's keys; None keeps all
+    positions: Literal["mean", "sum"] = "mean"  # how Eq. (4) treats the positions of an image
     prefill: bool = False  # the memory begins with the pairs of source images that the checkpoint keeps
     guard: bool = False
     name: str = "own"

@@ -347,7 +347,7 @@ class Adapter(nn.Module):
         prediction = probabilities(seen.logits.detach())
         self.memory.check(seen.features, prediction)
         reference = self.memory.recall(seen.features, prediction.shape[1:])
-        return None if reference is None else batch_discrepancy(prediction, reference)
+        return None if reference is None else batch_discrepancy(prediction, reference, positions=self.memory.positions)
 
     def _rate(self, discrepancy: float | None) -> float:
         rate = float(self.rate(discrepancy)) if self.rate is not None else 0.0
