@@ -119,10 +119,3 @@ def test_an_experiment_names_what_it_does_not_know():
         Experiment(("a",), ("b",), "out", methods=("tnet",))
     with pytest.raises(SettingError, match="at least one source"):
         Experiment((), ("b",), "out")
-
-
-def test_the_sum_over_positions_reaches_the_memory_and_decides_dynamic_streams_only():
-    settings = AdaptationSettings(positions="sum").for_task("segmentation")
-    assert settings.memory().positions == "sum"
-    assert settings.deciding("tent", "dynamic")["positions"] == "sum"
-    assert "positions" not in settings.deciding("tent", "fixed")

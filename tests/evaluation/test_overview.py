@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bundles import make_bundle
-from dltta.config import METHODS
+from commands import typed
 from dltta.data.preprocessing import Preprocessing
 from dltta.evaluation.overview import overview
 from dltta.models.encoder import shared_parameters
@@ -16,7 +16,7 @@ from dltta.models.io.opening import open_checkpoint, open_model
 from dltta.models.nets.architecture import Architecture
 from dltta.models.parts.autoencoders import UNET_LEVELS, AutoEncoders
 from dltta.models.parts.rotation import RotationHead
-from streams import typed
+from dltta.recipes import Method
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_checkpoint_with_all_parts_works_with_every_method():
     source = checkpoint()
     seen = overview(open_checkpoint(source, "net"))
     found = checks(seen)
-    assert tuple(found) == METHODS
+    assert tuple(found) == tuple(Method)
     assert all(check.works for check in found.values()), [check.reason for check in found.values()]
     assert found["source"].statistics == 0
     assert found["ptbn"].statistics == found["tent"].statistics == 18
@@ -112,7 +112,7 @@ class TestCommand:
         assert (shown["kind"], shown["task"], shown["window"]["patch"]) == ("bundle", "segmentation", [16, 16, 16])
         assert shown["network"]["input"] == [1, 16, 16, 16]
         assert shown["network"]["memory"]["images"] == 20
-        assert set(shown["methods"]) == set(METHODS)
+        assert set(shown["methods"]) == set(Method)
         assert shown["methods"]["ttt"]["works"] is False
 
     def test_a_size_nobody_knows_is_said_to_be_assumed(self, dltta, tmp_path):

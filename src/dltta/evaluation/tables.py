@@ -12,7 +12,6 @@ from typing import Literal
 from dltta.errors import SettingError
 from dltta.evaluation.comparison import case_gains, negative_transfer, paired_test, worst_site
 from dltta.evaluation.results import SOURCE, Results, case_means, summarize
-from dltta.evaluation.run import DECISIONS
 from dltta.metrics import (
     CLASSIFICATION_METRICS,
     DISTANCES,
@@ -20,6 +19,7 @@ from dltta.metrics import (
     higher_is_better,
     mean_defined,
 )
+from dltta.quality.decision import SEVERITY
 
 SIGNIFICANT = 0.05
 PLAIN_RATES = ("none", "fixed")  # a method with one of these goes by its name
@@ -386,7 +386,7 @@ def _shares(counts: Mapping[str, int]) -> str:
 
 def _severity(decision: str) -> int:
     """The place of a decision from harmless to severe; one that we do not know comes last."""
-    order = list(DECISIONS.values())
+    order = [str(outcome) for outcome in SEVERITY]
     return order.index(decision) if decision in order else len(order)
 
 

@@ -9,7 +9,8 @@ import pytest
 from PIL import Image as Pillow
 
 import dltta.evaluation.paper.reproduce
-from dltta.config import METHODS, AdaptationSettings, default_preprocessing, open_dataset
+from commands import typed
+from dltta.config import default_preprocessing, open_dataset
 from dltta.data.datasets.oct import CIRRUS_SPACING, LAYERS, SPECTRALIS_SPLIT
 from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DataError, SettingError
@@ -26,6 +27,7 @@ from dltta.evaluation.paper.published import (
 )
 from dltta.evaluation.paper.reproduce import (
     ON_PHANTOMS,
+    PAPER_METHODS,
     REPRODUCTIONS,
     WITH_TARGET,
     Setup,
@@ -35,9 +37,9 @@ from dltta.evaluation.paper.reproduce import (
     runs_of,
 )
 from dltta.evaluation.results import Results
+from dltta.recipes import Recipe
 from dltta.training import TrainingSettings
 from evaluation.small_results import results, stream
-from streams import typed
 
 NAMES = list(REPRODUCTIONS)
 
@@ -204,8 +206,8 @@ def test_the_papers_settings_on_the_papers_data(tmp_path):
         assert (found.batch_size, found.batches_kept, found.neighbors, found.alpha) == (batch, kept, neighbors, alpha)
         assert (found.steps, found.mode, found.optimizer, found.distance) == (1, "continual", "sgd", "l2")
         assert (base.training.epochs, base.training.with_, base.uda) == (100, ("ttt", "atta"), {})
-        assert base.methods == (*METHODS, *WITH_TARGET[bed])
-    assert base_experiment("oct", replace(setup, test_time_only=True)).methods == METHODS
+        assert base.methods == (*PAPER_METHODS, *WITH_TARGET[bed])
+    assert base_experiment("oct", replace(setup, test_time_only=True)).methods == PAPER_METHODS
     assert base_experiment("oct", setup).source == ("oct:spectralis:train+val@data",)
     assert base_experiment("prostate", setup).training.patch == (80, 80, 80)
     assert [spec.split("@")[0] for spec in base_experiment("histology", setup).targets] == [
@@ -252,7 +254,7 @@ def tiny(bed, setup):
         seeds=setup.seeds,
         uda={"udas": {"epochs": 1, "width": 2}},
         training=TrainingSettings(epochs=1, batch_size=2, validation=0.25),
-        adaptation=AdaptationSettings(batches_kept=2, neighbors=2).for_task("segmentation"),
+        adaptation=Recipe(batches_kept=2, neighbors=2).resolved("segmentation", calibrated=False),
     )
 
 
