@@ -6,11 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image as Pillow
 
 import dltta.evaluation.paper.reproduce
 from commands import typed
 from dltta.config import default_preprocessing, open_dataset
+from dltta.data.case import Case
 from dltta.data.datasets.oct import CIRRUS_SPACING, LAYERS, SPECTRALIS_SPLIT
 from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DataError, SettingError
@@ -39,6 +41,7 @@ from dltta.evaluation.paper.reproduce import (
 from dltta.evaluation.results import Results
 from dltta.recipes import Recipe
 from dltta.training import TrainingSettings
+from dltta.training.examples import split_by_group
 from evaluation.small_results import results, stream
 
 NAMES = list(REPRODUCTIONS)
@@ -209,10 +212,21 @@ def test_the_papers_settings_on_the_papers_data(tmp_path):
         assert base.methods == (*PAPER_METHODS, *WITH_TARGET[bed])
     assert base_experiment("oct", replace(setup, test_time_only=True)).methods == PAPER_METHODS
     assert base_experiment("oct", setup).source == ("oct:spectralis:train+val@data",)
+    assert base_experiment("oct", setup).training.validation == ("hc09", "ms13", "ms14")
     assert base_experiment("prostate", setup).training.patch == (80, 80, 80)
     assert [spec.split("@")[0] for spec in base_experiment("histology", setup).targets] == [
         "camelyon17:center_1", "camelyon17:center_2",
     ]  # fmt: skip
+
+
+def test_the_retinal_slices_are_split_as_in_the_paper(tmp_path):
+    subjects = [subject for part in ("train", "val") for subject in SPECTRALIS_SPLIT[part]]
+    image = torch.zeros(1, 1, 1)
+    cases = [Case(f"{subject}_{n}", "spectralis", subject, image) for subject in subjects for n in range(49)]
+    held = base_experiment("oct", Setup(tmp_path, Path("data"))).training.validation
+    training, validation = split_by_group(cases, held, seed=3)
+    assert (len(training), len(validation)) == (588, 147)
+    assert {cases[i].group for i in validation} == set(SPECTRALIS_SPLIT["val"])
 
 
 def test_what_each_ablation_changes(tmp_path):
