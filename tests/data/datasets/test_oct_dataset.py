@@ -310,14 +310,14 @@ def test_cirrus_slices_as_acquired_are_brought_to_spectralis_resolution(tmp_path
 
 def test_slices_of_a_macular_cube_are_known_by_their_size_and_prepared(tmp_path):
     image, boundaries = curved()
-    native, lines, _ = resize(image, boundaries, SPECTRALIS_SPACING, (1024, 512))
+    native, lines, _ = resize(image / 2, boundaries, SPECTRALIS_SPACING, (1024, 512))
     write_prepared(tmp_path / "cirrus", "s1_1", native, lines)
     found, told = OCT(tmp_path, "cirrus")[0], OCT(tmp_path, "cirrus", spacing=CIRRUS_SPACING)[0]
     assert torch.equal(found.image, told.image)
     assert torch.equal(found.label, told.label)
     level = [int((found.label[:, column] == 8).nonzero().max()) for column in range(0, 1024, 64)]
     assert max(level) - min(level) <= 3  # Bruch's membrane was a parabola of a hundred rows
-    assert found.image[0][found.label == 8].mean() > 0.94  # 0.9 as drawn, before the contrast is stretched
+    assert found.image[0][found.label == 8].median() > 0.8  # 0.45 as drawn, before the contrast is stretched
 
 
 def test_a_slice_that_is_neither_prepared_nor_known_is_refused(tmp_path):
