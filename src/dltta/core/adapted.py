@@ -165,7 +165,7 @@ def _names(model: nn.Module, parameters: list[nn.Parameter]) -> list[str]:
     unknown = sum(id(parameter) not in names for parameter in parameters)
     if unknown:
         raise NothingToAdaptError(
-            f"prepare() returned {unknown} parameters that the network does not have; put what is to move into it"
+            f"prepare() must return parameters of the network it was given, found {unknown} others; put them into it"
         )
     return [names[id(parameter)] for parameter in parameters]
 
