@@ -147,4 +147,4 @@ class TestCommand:
         assert len(err.strip().splitlines()) == 1
 
     def test_help_shows_an_example(self, dltta):
-        assert "dltta inspect models/a" in dltta("inspect", "--help")[1].split("For example")[1]
+        assert "dltta inspect models/a" in dltta("inspect", "--help")[1].split("Examples")[1]

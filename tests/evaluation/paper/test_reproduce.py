@@ -443,7 +443,7 @@ def test_wrong_data_are_one_line_that_lists_what_is_missing(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["oct"], "give --data DIR with the published data, or --phantom"),
+        (["oct"], "give --data FOLDER with the published data, or --phantom"),
         (["oct", "--phantom", "--data", "x"], "--data and --phantom exclude each other"),
         (["otc", "--phantom"], "no table or figure 'otc'; did you mean 'oct'?"),
         (["oct", "--data", "nowhere"], "there is no folder nowhere"),
@@ -466,7 +466,7 @@ def test_a_mistake_is_one_line_and_writes_nothing(monkeypatch, capsys, tmp_path,
 def test_help_shows_an_example_and_every_name(monkeypatch, capsys):
     code, out, _ = typed(monkeypatch, capsys, "reproduce", "--help")
     assert code == 0
-    assert "dltta reproduce oct --phantom" in out.split("For example")[1]
+    assert "dltta reproduce oct --phantom" in out.split("Examples")[1]
     assert all(name in out for name in NAMES)
 
 
