@@ -31,6 +31,7 @@ from dltta.config import (
 )
 from dltta.data.case import Case, Dataset, Task
 from dltta.data.preprocessing import Preprocessed
+from dltta.data.streams import SiteStream, split_stream, stream_order
 from dltta.errors import DataError, SettingError
 from dltta.evaluation.examples import Example, Keep, gather_examples
 from dltta.evaluation.formats import csv_text, latex, markdown
@@ -120,6 +121,8 @@ class Experiment:
 
     def open(self, spec: str) -> Dataset:
         """A site by its name in this experiment."""
+        if (several := split_stream(spec)) is not None:
+            return SiteStream(tuple(map(self.open, several[1])), several[0])
         form, colon, folder = spec.rpartition(":")
         below_root = self.root is not None and form in ("", "slices")
         return open_dataset(f"{form}{colon}{Path(self.root or '', folder)}" if below_root else spec)
@@ -328,8 +331,8 @@ def open_stream(experiment: Experiment, job: Job, device: str) -> tuple[Checkpoi
     checkpoint = load_checkpoint(_model_folder(experiment, job.model))
     checkpoint.model.to(device)
     dataset = _dataset(experiment, job.target, job.seed, checkpoint)
-    order = np.random.default_rng([experiment.training.seed, job.order]).permutation(len(dataset)).tolist()
-    return checkpoint, dataset, order
+    site = dataset if job.target == VALIDATION else experiment.open(job.target)
+    return checkpoint, dataset, stream_order(site, np.random.default_rng([experiment.training.seed, job.order]))
 
 
 def collect_results(bench: Bench, jobs: Sequence[Job]) -> Results:
@@ -475,7 +478,7 @@ def _model_folder(experiment: Experiment, model: str) -> Path:
 
 
 def _file_name(target: str) -> str:
-    return Path(target).name.replace(":", "-")
+    return "-".join(Path(site).name for site in target.split(",")).replace(":", "-")
 
 
 def _save_answers(path: Path, kept: Keep) -> None:
