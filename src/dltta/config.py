@@ -22,6 +22,7 @@ from dltta.data.datasets.prostate import Prostate
 from dltta.data.phantom import phantom
 from dltta.data.preprocessing import Preprocessing
 from dltta.data.sites import SiteFolder, Slices, open_site
+from dltta.data.streams import SiteStream, split_stream
 from dltta.errors import DataError, SettingError, require
 from dltta.models.calibration import Calibration
 from dltta.models.io.checkpoint import Checkpoint
@@ -33,7 +34,7 @@ from dltta.models.normalization import Statistics as NormalizationStatistics
 from dltta.models.statistics import Blended, Running, Shrinkage
 from dltta.quality.guard import Guard, Limits, SourceGuard
 from dltta.quality.guarded import GuardedAdapter
-from dltta.recipes import Distance, Method, Optimizer, Ready, Recipe, Rule, Statistics
+from dltta.recipes import Distance, Method, Optimizer, Positions, Ready, Recipe, Rule, Statistics
 from dltta.training.uda import Method as UDAMethod
 from dltta.training.uda.cyclegan import CycleGAN
 from dltta.training.uda.style import StyleTransfer
@@ -175,6 +176,7 @@ def _make_memory(model: Checkpoint | OpenedModel, recipe: Recipe) -> MemoryBank:
         ready="full" if recipe.ready == Ready.FULL else "neighbors",
         distance="l2" if recipe.distance == Distance.L2 else "cosine",
         pool=recipe.pool,
+        positions="mean" if recipe.positions == Positions.MEAN else "sum",
     )
     if recipe.prefill:
         trained = model.checkpoint if isinstance(model, OpenedModel) else model
@@ -201,7 +203,10 @@ def open_dataset(spec: str) -> Dataset:
       `oct:cirrus:acquired@DIR` for slices still to be resampled, flattened and cropped
     - `camelyon17:PART@DIR` with center_0 to center_4, train, id_val, val or test
     - `prostate:SITE@DIR` with A to F, or RUNMC, BMC, I2CVB, UCL, BIDMC or HK
+    - `sequence:SITE,SITE` for one after another, `interleave:SITE,SITE` for taking turns; any of the above as SITE
     """
+    if (several := split_stream(spec)) is not None:
+        return SiteStream(tuple(open_dataset(site) for site in several[1]), several[0])
     name, _, part = spec.partition(":")
     if name == "phantom":
         return _open_phantom(spec)
@@ -250,6 +255,8 @@ def default_preprocessing(dataset: Dataset, size: tuple[int, ...] | None = None)
 
     Synthetic images come ready. For pictures the maximum is 255 unless the first image has larger values.
     """
+    if isinstance(dataset, SiteStream):
+        return default_preprocessing(dataset.parts[0], size)
     folder = dataset.volumes if isinstance(dataset, Slices) else dataset
     if not isinstance(folder, SiteFolder):
         return Preprocessing(size=size)

@@ -98,13 +98,13 @@ def surface_metrics(
 
 
 def score_classification(probabilities: Tensor, labels: Tensor) -> dict[str, float]:
-    """Metrics of a whole stream, from (N, classes) probabilities and (N,) class values; the answer is the argmax.
+    """Metrics of a whole stream, from (N, classes) probabilities and (N,) class values; the prediction is the argmax.
 
     Two classes: the last one is positive. More: each class against the rest, then the plain mean over the classes for
-    which the metric is defined; accuracy is the share of right answers in both. One-class streams:
+    which the metric is defined; accuracy is the share of right predictions in both. One-class streams:
 
     - no positive label: `sensitivity` is `nan`; no negative label: `specificity` is `nan`; either: `auc` is `nan`
-    - no positive label and no positive answer: `f1` is `nan`; only one of the two: 0
+    - no positive label and no positive prediction: `f1` is `nan`; only one of the two: 0
     """
     _check_classification(probabilities, labels)
     classes = probabilities.shape[1]

@@ -80,6 +80,13 @@ class Distance(StrEnum):
     COSINE = "cosine"
 
 
+class Positions(StrEnum):
+    """How Eq. (4) treats the positions of an image."""
+
+    MEAN = "mean"
+    SUM = "sum"
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Everything that decides what a stream of images does to a model; None stands for the paper's value for the task.
@@ -104,6 +111,7 @@ class Recipe:
     ready: Ready = Ready.FULL
     distance: Distance = Distance.L2
     pool: int | None = None  # positions per axis of the memory's keys; None keeps all, for images of one size
+    positions: Positions = Positions.MEAN
     prefill: bool = False  # the memory begins with the pairs of source images that the checkpoint keeps
     guard: bool = False
     name: str = "own"
@@ -150,7 +158,7 @@ class Recipe:
         if self.method == Method.PTBN and not self.guard:
             return {key: values[key] for key in ("method", "batch_size", "statistics")}
         if self.rate in (Rule.FIXED, NO_RATE):
-            for key in ("batches_kept", "neighbors", "ready", "distance", "pool", "prefill"):
+            for key in ("batches_kept", "neighbors", "ready", "distance", "pool", "positions", "prefill"):
                 del values[key]
         return values
 
@@ -227,6 +235,7 @@ def _choice(field: str, value: Any, kind: type[StrEnum]) -> StrEnum:
 
 _CHOICES: dict[str, type[StrEnum]] = {
     "statistics": Statistics, "optimizer": Optimizer, "mode": Mode, "ready": Ready, "distance": Distance,
+    "positions": Positions,
 }  # fmt: skip
 _PAPER: dict[Task, dict[str, Any]] = {  # Sec. IV
     "segmentation": {"alpha": 1e-3, "batch_size": 1, "batches_kept": 20, "neighbors": 8},

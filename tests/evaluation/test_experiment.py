@@ -3,14 +3,15 @@
 import json
 import shutil
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 
 import dltta.evaluation.experiment
 from dltta.config import AdaptationSettings
 from dltta.errors import DataError, SettingError
-from dltta.evaluation import Results
 from dltta.evaluation.experiment import Experiment, run_experiment
+from dltta.evaluation.results import Results
 from dltta.models.io.checkpoint import load_checkpoint, save_checkpoint
 from dltta.training import TrainingSettings
 
@@ -111,10 +112,9 @@ def test_another_calibration_runs_the_streams_that_measure_with_it(finished, tmp
     experiment = small(work, rates=("fixed", "relative"))
     run_experiment(experiment)
     checkpoint = load_checkpoint(work / "models" / "seed_0")
-    answers = {**checkpoint.calibration.predictions, "discrepancy": 123.0}
-    save_checkpoint(
-        work / "models" / "seed_0", replace(checkpoint, calibration=replace(checkpoint.calibration, answers=answers))
-    )
+    predictions = {**checkpoint.calibration.predictions, "discrepancy": 123.0}
+    other = replace(checkpoint.calibration, predictions=predictions)
+    save_checkpoint(work / "models" / "seed_0", replace(checkpoint, calibration=other))
     ran = []
     real = dltta.evaluation.experiment.run_job
     monkeypatch.setattr(
@@ -175,7 +175,7 @@ def test_matched_runs_at_the_mean_rate_of_the_dynamic_stream(finished, tmp_path)
     results = run_experiment(small(tmp_path, work=str(folder), methods=("ptbn", "tent"), rates=rates))
     by_rate = {(stream.method, stream.rate): stream for stream in results.streams}
     dynamic = [case.rate for case in by_rate["tent", "dynamic"].cases]
-    assert {case.rate for case in by_rate["tent", "matched"].cases} == {sum(dynamic) / len(dynamic)}
+    assert {case.rate for case in by_rate["tent", "matched"].cases} == {fmean(dynamic)}
     assert {case.rate for case in by_rate["tent", "fixed:1e-2"].cases} == {1e-2}
     assert ("ptbn", "recommended") in by_rate
     pairs = zip(by_rate["ptbn", "none"].cases, by_rate["ptbn", "recommended"].cases, strict=True)

@@ -7,8 +7,8 @@ from torch import Tensor, tensor
 
 from dltta.data.case import Case
 from dltta.errors import DataError, SettingError
-from dltta.evaluation import Keep, gather_examples, run_stream
-from dltta.evaluation.run import StreamRecord
+from dltta.evaluation.examples import Keep, gather_examples
+from dltta.evaluation.run import StreamRecord, run_stream
 from dltta.quality.guard import Ruling
 
 
@@ -116,12 +116,12 @@ def test_what_the_guard_decided_is_recorded_for_each_case():
             return Answer(x, ruling=Ruling("accepted", apart={1: Ruling("skipped", "too strange")}))
 
     site = Site([picture(name, [1.0], [1]) for name in "abc"])
-    assert [row.guard for row in run_stream(Guarded(), site, range(3), batch_size=3).cases] == [
+    assert [row.decision for row in run_stream(Guarded(), site, range(3), batch_size=3).cases] == [
         "accepted",
-        "skipped",
+        "kept",
         "accepted",
     ]
-    assert run_stream(Echo(), site, range(3)).cases[0].guard is None
+    assert run_stream(Echo(), site, range(3)).cases[0].decision is None
 
 
 def test_unlabeled_case_gets_a_row_without_metrics():

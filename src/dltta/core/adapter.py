@@ -112,7 +112,7 @@ class Adapter(AdaptedNetwork):
         prediction = probabilities(seen.logits.detach())
         self.memory.check(seen.features, prediction)
         reference = self.memory.recall(seen.features, prediction.shape[1:])
-        return None if reference is None else batch_discrepancy(prediction, reference)
+        return None if reference is None else batch_discrepancy(prediction, reference, positions=self.memory.positions)
 
     def _signals(self, x: Tensor, seen: Seen, discrepancy: float | None, loss: float, gradient: Gradient) -> Signals:
         reached = {name: part for name, part in zip(self._names, gradient, strict=True) if part is not None}

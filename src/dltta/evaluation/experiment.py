@@ -31,23 +31,15 @@ from dltta.config import (
 )
 from dltta.data.case import Case, Dataset, Task
 from dltta.data.preprocessing import Preprocessed
+from dltta.data.streams import SiteStream, split_stream, stream_order
 from dltta.errors import DataError, SettingError
-from dltta.evaluation import (
-    Example,
-    Keep,
-    Provenance,
-    Results,
-    Stream,
-    by_target,
-    checksum,
-    csv_text,
-    gather_examples,
-    latex,
-    markdown,
-    method_label,
-    run_stream,
-    write_report,
-)
+from dltta.evaluation.examples import Example, Keep, gather_examples
+from dltta.evaluation.formats import csv_text, latex, markdown
+from dltta.evaluation.provenance import Provenance, checksum
+from dltta.evaluation.report import write_report
+from dltta.evaluation.results import Results, StreamResult
+from dltta.evaluation.run import run_stream
+from dltta.evaluation.tables import by_target, method_label
 from dltta.files import write_atomically
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint, weights_checksum
 from dltta.models.io.opening import open_checkpoint
@@ -129,6 +121,8 @@ class Experiment:
 
     def open(self, spec: str) -> Dataset:
         """A site by its name in this experiment."""
+        if (several := split_stream(spec)) is not None:
+            return SiteStream(tuple(map(self.open, several[1])), several[0])
         form, colon, folder = spec.rpartition(":")
         below_root = self.root is not None and form in ("", "slices")
         return open_dataset(f"{form}{colon}{Path(self.root or '', folder)}" if below_root else spec)
@@ -317,7 +311,7 @@ def run_job(bench: Bench, job: Job, device: str) -> None:
     predictor = Predictor(opened, make_adapter(opened, recipe))
     record = run_stream(predictor, dataset, order, batch_size=recipe.batch_size or 1, collect=shown)
     source = "+".join(checkpoint.record["sites"])
-    stream = Stream.of(record, source=source, method=job.method, rate=job.rate, seed=job.seed, order=job.order)
+    stream = StreamResult.of(record, source=source, method=job.method, rate=job.rate, seed=job.seed, order=job.order)
     provenance = Provenance.collect(seeds=[job.seed], data={dataset.site: bench.data[job.target, job.seed]})
     _save_answers(bench.example_file(job), shown)
     Results(asdict(job), provenance, (stream,)).write(bench.stream_file(job))
@@ -337,8 +331,8 @@ def open_stream(experiment: Experiment, job: Job, device: str) -> tuple[Checkpoi
     checkpoint = load_checkpoint(_model_folder(experiment, job.model))
     checkpoint.model.to(device)
     dataset = _dataset(experiment, job.target, job.seed, checkpoint)
-    order = np.random.default_rng([experiment.training.seed, job.order]).permutation(len(dataset)).tolist()
-    return checkpoint, dataset, order
+    site = dataset if job.target == VALIDATION else experiment.open(job.target)
+    return checkpoint, dataset, stream_order(site, np.random.default_rng([experiment.training.seed, job.order]))
 
 
 def collect_results(bench: Bench, jobs: Sequence[Job]) -> Results:
@@ -351,7 +345,7 @@ def collect_results(bench: Bench, jobs: Sequence[Job]) -> Results:
     return Results(bench.experiment.describe(), provenance, streams)
 
 
-def _untimed(stream: Stream) -> Stream:
+def _untimed(stream: StreamResult) -> StreamResult:
     return replace(stream, cases=tuple(replace(case, seconds=None) for case in stream.cases))
 
 
@@ -484,12 +478,12 @@ def _model_folder(experiment: Experiment, model: str) -> Path:
 
 
 def _file_name(target: str) -> str:
-    return Path(target).name.replace(":", "-")
+    return "-".join(Path(site).name for site in target.split(",")).replace(":", "-")
 
 
 def _save_answers(path: Path, kept: Keep) -> None:
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, allow_pickle=False, **kept.answers)
+    np.savez_compressed(buffer, allow_pickle=False, **kept.predictions)
     write_atomically(path, buffer.getvalue())
 
 
@@ -498,5 +492,5 @@ def _load_answers(bench: Bench, job: Job, cases: Mapping[str, Case]) -> Keep:
     rows = {row.case: row for row in Results.load(bench.stream_file(job)).streams[0].cases}
     with np.load(bench.example_file(job)) as saved:
         for name, case in cases.items():
-            kept.cases[name], kept.rows[name], kept.answers[name] = case, rows[name], saved[name]
+            kept.cases[name], kept.rows[name], kept.predictions[name] = case, rows[name], saved[name]
     return kept

@@ -102,7 +102,7 @@ def signed(number: str) -> str:
 
 def mark(cell: Cell) -> str:
     """The sign of significance, or nothing."""
-    return MARKS[cell.verdict] if cell.verdict else ""
+    return MARKS[cell.significance] if cell.significance else ""
 
 
 def share(fraction: float) -> str:

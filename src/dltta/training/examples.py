@@ -64,8 +64,13 @@ def require_one_size(cases: Sequence[Case], pairs: Sequence[Pair]) -> None:
             )
 
 
-def split_by_group(cases: Sequence[Case], share: float, seed: int) -> tuple[list[int], list[int]]:
-    """Positions for training and validation; all cases of a patient on the same side."""
+def split_by_group(cases: Sequence[Case], share: float | tuple[str, ...], seed: int) -> tuple[list[int], list[int]]:
+    """Positions for training and validation; all cases of a patient on the same side.
+
+    `share` is how many of the patients validate, drawn with the seed, or which: their names.
+    """
+    if isinstance(share, tuple):
+        return _named_split(cases, share)
     groups = sorted({(case.site, case.group) for case in cases})
     if share == 0:
         return list(range(len(cases))), []
@@ -78,6 +83,14 @@ def split_by_group(cases: Sequence[Case], share: float, seed: int) -> tuple[list
     chosen = chosen if len(chosen) < len(groups) else set(sorted(chosen)[:-1])
     validation = [i for i, case in enumerate(cases) if (case.site, case.group) in chosen]
     return [i for i in range(len(cases)) if i not in set(validation)], validation
+
+
+def _named_split(cases: Sequence[Case], names: tuple[str, ...]) -> tuple[list[int], list[int]]:
+    held = {i for i, case in enumerate(cases) if case.group in names}
+    if not 0 < len(held) < len(cases):
+        whose = "none" if not held else "all"
+        raise DataError(f"{whose} of the {len(cases)} cases are of {', '.join(names)}; name some of the patients")
+    return [i for i in range(len(cases)) if i not in held], sorted(held)
 
 
 def augmentation(

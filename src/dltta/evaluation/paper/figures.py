@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from dltta.evaluation.examples import Example
-from dltta.evaluation.pictures import CLASS_COLORS, error_picture, image_picture, overlay_picture
+from dltta.evaluation.rendering import CLASS_COLORS, render_errors, render_image, render_overlay
 
 COLORS = [tuple(part / 255 for part in CLASS_COLORS[number]) for number in (4, 5, 2)]
 STYLE: dict[Any, Any] = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
@@ -28,7 +28,7 @@ class Curve:
 
 
 def segmentation_figure(examples: Sequence[Example], captions: Sequence[Mapping[str, str]], about: str) -> bytes:
-    """Two rows per image: image and answers above, ground truth and error maps below; `captions` by answer."""
+    """Two rows per image: image and predictions above, ground truth and error maps below; `captions` by prediction."""
     columns = 1 + max(len(example.predictions) for example in examples)
     with _style():
         figure = Figure(figsize=(1.9 * columns, 0.5 + 3.0 * len(examples)), layout="constrained")
@@ -36,13 +36,13 @@ def segmentation_figure(examples: Sequence[Example], captions: Sequence[Mapping[
         for number, (example, said) in enumerate(zip(examples, captions, strict=True)):
             above, below = grid[2 * number], grid[2 * number + 1]
             above[0].set_title(f"{example.name}\nimage, ground truth", fontsize=8)
-            above[0].imshow(image_picture(example), aspect="auto")
+            above[0].imshow(render_image(example), aspect="auto")
             if example.label is not None:
-                below[0].imshow(overlay_picture(example, example.label), aspect="auto")
-            for place, (label, answer) in enumerate(example.predictions.items(), start=1):
+                below[0].imshow(render_overlay(example, example.label), aspect="auto")
+            for place, (label, prediction) in enumerate(example.predictions.items(), start=1):
                 above[place].set_title(said[label], fontsize=8)
-                above[place].imshow(overlay_picture(example, answer), aspect="auto")
-                below[place].imshow(error_picture(example, answer), aspect="auto")
+                above[place].imshow(render_overlay(example, prediction), aspect="auto")
+                below[place].imshow(render_errors(example, prediction), aspect="auto")
         for axes in grid.flat:
             axes.set_axis_off()
         return _png(figure, about)

@@ -1,6 +1,6 @@
 """9 tables. What did the paper print, and what did we measure? Both in one table, clearly headed.
 
-Published numbers come from `dltta/published/*.json`, ours from `Results`; nothing is typed here.
+Published numbers come from `tables/*.json`, ours from `Results`; nothing is typed here.
 """
 
 import csv
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 from dltta.evaluation.formats import LATEX_SPECIAL
-from dltta.evaluation.results import Results, Stream
+from dltta.evaluation.results import Results, StreamResult
 from dltta.evaluation.tables import method_label, target_note
 from dltta.metrics import mean_defined
 
@@ -56,7 +56,7 @@ class Published:
 
     @classmethod
     def load(cls, name: str) -> "Published":
-        """The numbers kept under this name in `dltta/published`."""
+        """The numbers kept under this name in `tables/`."""
         text = files("dltta.evaluation.paper").joinpath("tables", f"{name}.json").read_text(encoding="utf-8")
         record = json.loads(text)
         rows = [
@@ -83,7 +83,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Cell:
+class ComparisonCell:
     """Our number and the paper's; None: not run, not printed."""
 
     ours: Number | None
@@ -97,7 +97,7 @@ class ComparisonRow:
     label: str
     method: str
     rate: str
-    cells: tuple[Cell, ...]
+    cells: tuple[ComparisonCell, ...]
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def compare(
     rows = []
     for row in published.rows:
         ours = [_measured(results, row.method, row.rate, places[column]) for column in published.columns]
-        cells = tuple(Cell(mine, theirs) for mine, theirs in zip(ours, row.values, strict=True))
+        cells = tuple(ComparisonCell(mine, theirs) for mine, theirs in zip(ours, row.values, strict=True))
         rows.append(ComparisonRow(_label(row), row.method, row.rate, cells))
     notes = [*_notes(published), _spread_note(rows), *_count_notes(results, places)]
     if (seeing := target_note(row.method for row in rows if any(cell.ours for cell in row.cells))) is not None:
@@ -189,7 +189,7 @@ def _measured(results: Mapping[str, Results], method: str, rate: str, place: Pla
     return Number(statistics.fmean(defined), statistics.stdev(defined) if len(defined) > 1 else math.nan)
 
 
-def _is_at(stream: Stream, place: Place) -> bool:
+def _is_at(stream: StreamResult, place: Place) -> bool:
     return stream.target in place.targets and place.order in (None, stream.order)
 
 

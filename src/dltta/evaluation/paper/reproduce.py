@@ -22,12 +22,11 @@ from dltta.config import make_adapter, make_uda, open_dataset
 from dltta.core.objectives import Objective, Tent
 from dltta.data.case import Task
 from dltta.data.check import check_published
-from dltta.data.datasets.oct import LAYERS
+from dltta.data.datasets.oct import LAYERS, SPECTRALIS_SPLIT
 from dltta.data.datasets.prostate import SITES
 from dltta.errors import DataError, SettingError, require
-from dltta.evaluation import CaseRecord, Example, Results
 from dltta.evaluation.demo import NOTES, demo_experiment
-from dltta.evaluation.examples import Array
+from dltta.evaluation.examples import Array, Example
 from dltta.evaluation.experiment import (
     VALIDATION,
     Experiment,
@@ -40,8 +39,8 @@ from dltta.evaluation.experiment import (
 )
 from dltta.evaluation.paper.figures import Curve, loss_figure, retrieval_figure, segmentation_figure
 from dltta.evaluation.paper.published import (
-    Cell,
     Comparison,
+    ComparisonCell,
     ComparisonRow,
     Number,
     Place,
@@ -52,6 +51,8 @@ from dltta.evaluation.paper.published import (
     comparison_markdown,
     ours_only,
 )
+from dltta.evaluation.results import Results
+from dltta.evaluation.run import CaseRecord
 from dltta.evaluation.tables import NAMES as METHOD_NAMES
 from dltta.evaluation.tables import method_label
 from dltta.files import write_atomically
@@ -157,7 +158,7 @@ def _on_phantoms(bed: Bed, setup: Setup) -> Experiment:
 
 
 def _on_published_data(bed: Bed, folder: Path, setup: Setup) -> Experiment:
-    """Batch sizes of source training and the share for validation are ours; the paper does not give them."""
+    """Ours are the batch sizes of source training, and validation in prostate and histology; the paper has neither."""
     common = TrainingSettings(seed=setup.seed, with_=("ttt", "atta"))
     match bed:
         case "oct":
@@ -166,7 +167,7 @@ def _on_published_data(bed: Bed, folder: Path, setup: Setup) -> Experiment:
                 targets=(f"oct:cirrus@{folder}",),
                 in_domain=f"oct:spectralis:test@{folder}",
                 output=str(setup.root),
-                training=common,
+                training=replace(common, validation=SPECTRALIS_SPLIT["val"]),  # 588 and 147 slices
             )
         case "histology":
             return Experiment(
@@ -351,7 +352,9 @@ def _draw_loss(drawing: "Drawing") -> tuple[Files, Comparison]:
     experiment = drawing.runs.experiments["tent"]
     curves = {rate: loss_curve(experiment, rate, drawing.device) for rate in ("fixed", "dynamic")}
     rows = [
-        ComparisonRow(method_label("tent", rate), "tent", rate, tuple(Cell(Number(value)) for value in _moves(curve)))
+        ComparisonRow(
+            method_label("tent", rate), "tent", rate, tuple(ComparisonCell(Number(value)) for value in _moves(curve))
+        )
         for rate, curve in curves.items()
     ]
     columns = ("Mean loss", "Sd from image to image", "Mean change from image to image", "Mean sd over pixels")
@@ -381,7 +384,9 @@ def _draw_segmentation(drawing: "Drawing") -> tuple[Files, Comparison]:
     labels = {_alpha_run(alpha): _written(alpha) for alpha in RATES} | {"dynamic": "dynamic"}
     names = sorted(shown["dynamic"], key=lambda name: rows["dynamic"][name].discrepancy is None)[:2]
     examples = [
-        replace(shown["dynamic"][name], predictions={said: _answer(shown[run][name]) for run, said in labels.items()})
+        replace(
+            shown["dynamic"][name], predictions={said: _prediction(shown[run][name]) for run, said in labels.items()}
+        )
         for name in names
     ]
     captions = [{said: _caption(said, rows[run][name]) for run, said in labels.items()} for name in names]
@@ -400,7 +405,7 @@ def _draw_segmentation(drawing: "Drawing") -> tuple[Files, Comparison]:
 
 
 def _shown(experiment: Experiment, device: str) -> dict[str, Example]:
-    """Tent's answers for the kept images of the first stream, by image."""
+    """Tent's predictions for the kept images of the first stream, by image."""
     bench, models = prepare(replace(experiment, in_domain=experiment.targets[0]), device)
     jobs = [job for job in experiment.jobs() if job.method == "tent"]
     return {example.name: example for example in gather_shown(bench, jobs, models[0])}
@@ -412,12 +417,12 @@ def _tent_rows(results: Results) -> dict[str, CaseRecord]:
     return {row.case: row for row in first.cases}
 
 
-def _answer(example: Example) -> Array:
+def _prediction(example: Example) -> Array:
     return next(iter(example.predictions.values()))
 
 
-def _dice_and_rate(row: CaseRecord) -> tuple[Cell, Cell]:
-    return Cell(Number(100 * row.metrics["dice"])), Cell(Number(1000 * (row.rate or 0.0)))
+def _dice_and_rate(row: CaseRecord) -> tuple[ComparisonCell, ComparisonCell]:
+    return ComparisonCell(Number(100 * row.metrics["dice"])), ComparisonCell(Number(1000 * (row.rate or 0.0)))
 
 
 def _caption(label: str, row: CaseRecord) -> str:
