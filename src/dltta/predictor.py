@@ -120,7 +120,7 @@ def load(opened: OpenedModel, image: Image, digest: str) -> Loaded:
 
 
 class Predictor:
-    """Predicts cases with an adapter; with a `shadow` the adapter only learns and the shadow, a source model, predicts."""
+    """Predicts cases with an adapter; with a `shadow` (a source model) the adapter only learns, the shadow predicts."""
 
     def __init__(self, opened: OpenedModel, adapter: Adapter, shadow: Adapter | None = None) -> None:
         window = opened.window if opened.task == "segmentation" else None

@@ -407,6 +407,12 @@ class TestSettings:
         assert run(segmenter(), images, output, alpha=1e-3, resume=True).already_predicted == 6
         assert lines(output)[0]["recipe"]["alpha"] == 1e-3
 
+    def test_without_calibration_the_log_records_batch_statistics(self, images, output):
+        with Stream(segmenter(), output) as stream:
+            stream.run(find_incoming(images))
+        recipe = lines(output)[0]["recipe"]
+        assert (recipe["name"], recipe["statistics"]) == ("recommended", "batch")
+
     @pytest.mark.parametrize("change", [{"deployment": "other"}, {"on_error": "go"}])
     def test_unknown_words_are_refused(self, change):
         with pytest.raises(SettingError, match="must be one of"):

@@ -165,12 +165,12 @@ def on_disk(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StateError(
-            f"{path}: cannot be written ({error.strerror or error}); free space or change the permissions, then --resume"
+            f"{path}: cannot be written ({error.strerror or error}); free space or allow writing, then --resume"
         ) from error
 
 
 def _write(path: Path, begin: int, text: bytes) -> None:
-    """Write text at a place, end the file there and wait for the disk; on failure the file ends before the text."""
+    """Write text at a place, end the file after it, wait for the disk; on failure the file ends at that place."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         os.ftruncate(handle, begin)

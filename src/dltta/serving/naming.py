@@ -1,8 +1,8 @@
 """What is a case called in the log, in predictions and in messages?
 
 By the name of its file, never by a folder. An anonymous stream uses the hash of the content instead, and removes file
-names from every message. A file that cannot be read gets a keyed hash of its name; the key stays with the state, so that
-names cannot be guessed from the log alone.
+names from every message. A file that cannot be read gets a keyed hash of its name; the key stays with the state, so
+that names cannot be guessed from the log alone.
 """
 
 import hashlib

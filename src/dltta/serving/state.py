@@ -107,7 +107,7 @@ class StateFolder:
             remove_parts(folder)
 
     def save(self, number: int, adapter: Adapter) -> str:
-        """Write version `number`; returns its hash. The oldest versions are removed when they are too many or too large."""
+        """Write version `number` and return its hash; the oldest go when there are too many or they take too much."""
         packed = self.pack(number, adapter)
         self.put(packed)
         return packed.sha256
