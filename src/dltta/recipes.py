@@ -119,7 +119,7 @@ class Recipe:
     def __post_init__(self) -> None:
         for field, kind in _CHOICES.items():
             if (value := getattr(self, field)) is not None:
-                object.__setattr__(self, field, _choice(field, value, kind))
+                object.__setattr__(self, field, choice(field, value, kind))
         for field in ("steps", "batch_size", "batches_kept", "neighbors", "pool"):
             if (value := getattr(self, field)) is not None and value < 1:
                 raise SettingError(f"{field} must be at least 1, got {value}")
@@ -226,7 +226,8 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _choice(field: str, value: Any, kind: type[StrEnum]) -> StrEnum:
+def choice(field: str, value: Any, kind: type[StrEnum]) -> StrEnum:
+    """The value as one of a kind of choices."""
     try:
         return kind(value)
     except ValueError as error:

@@ -283,6 +283,6 @@ def _tell(summary: "Summary", output: Path, as_json: bool) -> None:
         typer.echo(sentence, err=True)
     parts = [f"{summary.predicted} predicted"]
     parts += [f"{summary.repeated} the same as an earlier image"] if summary.repeated else []
-    parts += [f"{summary.before} had a prediction"] if summary.before else []
+    parts += [f"{summary.already_predicted} had a prediction"] if summary.already_predicted else []
     parts += [f"{len(summary.failed)} skipped"] if summary.failed else []
     typer.echo(f"{output}: {', '.join(parts)}")
