@@ -156,7 +156,7 @@ class Recipe:
         if self.method in (Method.SOURCE, *UDA):
             return {"method": values["method"], "batch_size": values["batch_size"]}
         if self.method == Method.PTBN and not self.guard:
-            return {key: values[key] for key in ("method", "batch_size", "statistics")}
+            return {key: values[key] for key in ("method", "batch_size", "statistics", "mode")}
         if self.rate in (Rule.FIXED, NO_RATE):
             for key in ("batches_kept", "neighbors", "ready", "distance", "pool", "positions", "prefill"):
                 del values[key]
@@ -202,13 +202,15 @@ def recipe_for(method: str, rate: str | None = None, **changes: Any) -> Recipe:
 
 def split_rate(rate: str) -> tuple[str, float | None]:
     """`fixed:1e-2` is the rule and its α; without one the recipe's α holds. `package.module:Class` is a rule."""
-    name, colon, alpha = rate.partition(":")
-    if colon and not _is_number(alpha) and "." in name:
+    name, colon, alpha = rate.rpartition(":") if ":" in rate else (rate, "", "")
+    known = [str(rule) for rule in (*Rule, *CONTROLS)]
+    if colon and name not in known and alpha.isidentifier():
         return rate, None
-    check_name("rate", name, (*Rule, *CONTROLS))
-    if colon and not _is_number(alpha):
-        raise SettingError(f"{rate!r} is not a rate; write a rule and its α, such as fixed:1e-2")
-    return name, float(alpha) if colon else None
+    require("rate", name, known)
+    try:
+        return name, float(alpha) if colon else None
+    except ValueError as error:
+        raise SettingError(f"{rate!r} is not a rate; write a rule and its α, such as fixed:1e-2") from error
 
 
 def check_name(what: str, found: str, known: Iterable[str]) -> str:
@@ -216,14 +218,6 @@ def check_name(what: str, found: str, known: Iterable[str]) -> str:
     if ":" not in found:
         require(what, found, [str(name) for name in known])
     return found
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def choice(field: str, value: Any, kind: type[StrEnum]) -> StrEnum:
