@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from dltta.serving.settings import Deployment, StreamSettings
 from PIL import Image as Pillow
 
 from dltta.data.formats.images import Image
@@ -16,6 +15,7 @@ from dltta.data.inbox import find_incoming
 from dltta.models.io.opened import OpenedModel, Prepared, fingerprint
 from dltta.recipes import Recipe
 from dltta.serving.folder import Stream
+from dltta.serving.settings import Deployment, StreamSettings
 from networks import Classifier, Segmenter, trained
 
 SEGMENTS, CLASSES = ("background", "a", "b"), ("x", "y", "z")

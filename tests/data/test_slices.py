@@ -27,11 +27,11 @@ def test_slices_are_the_volumes_planes_and_go_back_where_they_were(axis):
     volume = torch.arange(2 * 3 * 4 * 5).view(2, 3, 4, 5)
     slices = to_slices(volume, axis)
     assert len(slices) == (3, 4, 5)[axis]
-    for number, picture in enumerate(slices):
-        assert np.array_equal(picture, np.take(volume.numpy(), number, axis=1 + axis))
+    for number, plane in enumerate(slices):
+        assert np.array_equal(plane, np.take(volume.numpy(), number, axis=1 + axis))
     assert torch.equal(from_slices(slices, axis), volume)
-    answers = slices.sum(1, keepdim=True)  # another number of channels
-    assert torch.equal(from_slices(answers, axis), volume.sum(0, keepdim=True))
+    predictions = slices.sum(1, keepdim=True)  # another number of channels
+    assert torch.equal(from_slices(predictions, axis), volume.sum(0, keepdim=True))
 
 
 def site(folder, bright):

@@ -188,7 +188,8 @@ class Arriving:
 
     def cases(self, images: Path, seen: Collection[str]) -> Any:
         """Those that wait, or those that will arrive and are not in `seen`."""
-        from dltta.data.inbox import find_incoming, watch_incoming
+        from dltta.data.inbox import find_incoming
+        from dltta.data.watch import watch_incoming
 
         order: Any = self.order.value
         if self.watch:

@@ -29,8 +29,7 @@ from dltta.config import (
     make_uda,
     open_dataset,
 )
-from dltta.data.case import Case, Dataset, Task
-from dltta.data.preprocessing import Preprocessed
+from dltta.data.case import Case, Cases, Dataset, Mapped
 from dltta.data.streams import SiteStream, split_stream, stream_order
 from dltta.errors import DataError, SettingError
 from dltta.evaluation.examples import Example, Keep, gather_examples
@@ -395,33 +394,17 @@ def gather_shown(bench: Bench, jobs: Sequence[Job], checkpoint: Checkpoint) -> l
     return gather_examples(kept, dataset.classes)
 
 
-@dataclass(frozen=True)
-class Subset:
-    """Some cases of one or several sites, as a data set of its own."""
-
-    cases: tuple[Case, ...]
-    site: str
-    task: Task
-    classes: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return len(self.cases)
-
-    def __getitem__(self, index: int) -> Case:
-        return self.cases[index]
-
-
 def _dataset(experiment: Experiment, target: str, seed: int, checkpoint: Checkpoint) -> Dataset:
     if target != VALIDATION:
-        return Preprocessed(experiment.open(target), checkpoint.preprocessing)
+        return Mapped(experiment.open(target), checkpoint.preprocessing.case)
     sites = [experiment.open(spec) for spec in experiment.source]
     cases = gather(sites)
     _, chosen = split_by_group(cases, experiment.training.validation, experiment.training.seed + seed)
     if not chosen:
         raise DataError("training kept no cases for validation, so there is no in-domain score; give in_domain a site")
     name = "+".join(site.site for site in sites)
-    held_out = Subset(tuple(cases[i] for i in chosen), name, sites[0].task, sites[0].classes)
-    return Preprocessed(held_out, checkpoint.preprocessing)
+    held_out = Cases(tuple(cases[i] for i in chosen), name, sites[0].task, sites[0].classes)
+    return Mapped(held_out, checkpoint.preprocessing.case)
 
 
 def _data(experiment: Experiment, models: Mapping[int, Checkpoint]) -> dict[tuple[str, int], str]:

@@ -1,7 +1,7 @@
 """Source and target together. Labeled source images, and target images without their labels, as training sees them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from monai import transforms as mt
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
-from dltta.data.case import Case, Dataset, Task
+from dltta.data.case import Dataset, Mapped, without_label
 from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DataError
 from dltta.training.examples import (
@@ -25,31 +25,6 @@ from dltta.training.examples import (
 from dltta.training.settings import TrainingSettings
 
 Triple = tuple[Tensor, Tensor, Tensor]  # source image, source label, target image
-
-
-@dataclass(frozen=True)
-class Unlabeled:
-    """A data set without its labels: whoever holds it cannot learn from them."""
-
-    dataset: Dataset
-
-    @property
-    def site(self) -> str:
-        return self.dataset.site
-
-    @property
-    def task(self) -> Task:
-        return self.dataset.task
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return self.dataset.classes
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Case:
-        return replace(self.dataset[index], label=None)
 
 
 class Images(TorchDataset[Tensor]):
@@ -120,7 +95,7 @@ def read_domains(
     sites: Sequence[Dataset], targets: Sequence[Dataset], preprocessing: Preprocessing, settings: TrainingSettings
 ) -> Domains:
     """Every image once, of targets nothing else; the validation split is the one that source training makes."""
-    cases, unlabeled = gather(sites), gather([Unlabeled(site) for site in targets])
+    cases, unlabeled = gather(sites), gather([Mapped(site, without_label) for site in targets])
     if (sites[0].task, sites[0].classes) != (targets[0].task, targets[0].classes):
         raise DataError(
             f"{targets[0].site} has {targets[0].task} of {targets[0].classes}, "

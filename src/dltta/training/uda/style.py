@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dltta.data.case import Case, Task
+from dltta.data.case import Cases
 from dltta.data.preprocessing import Preprocessing
 from dltta.errors import SettingError
 from dltta.models.io.checkpoint import Checkpoint
@@ -99,7 +99,7 @@ class StyleTransfer:
             )
         return layers
 
-    def _restyle(self, training: UDATraining, perception: Perception) -> "Cases":
+    def _restyle(self, training: UDATraining, perception: Perception) -> Cases:
         """Every source case, each in the style of a target image; the labels stay."""
         cases, seed = gather(training.sites), training.settings.seed
         images = [training.preprocessing.image(case.image) for case in cases]
@@ -114,7 +114,7 @@ class StyleTransfer:
         ]
         return Cases(tuple(changed), "+".join(site.site for site in training.sites), training.task, training.classes)
 
-    def _train_on(self, training: UDATraining, restyled: "Cases", source: nn.Module) -> Checkpoint:
+    def _train_on(self, training: UDATraining, restyled: Cases, source: nn.Module) -> Checkpoint:
         """A source training on restyled images, which are preprocessed already."""
         settings = replace(training.settings, epochs=self.epochs or training.settings.epochs)
         inner = replace(training, preprocessing=Preprocessing(), settings=settings)
@@ -201,19 +201,3 @@ class Restyler:
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         self.restyled = dict(state["restyled"])
-
-
-@dataclass(frozen=True)
-class Cases:
-    """Cases in memory as a data set."""
-
-    cases: tuple[Case, ...]
-    site: str
-    task: Task
-    classes: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return len(self.cases)
-
-    def __getitem__(self, index: int) -> Case:
-        return self.cases[index]

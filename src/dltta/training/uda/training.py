@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
-from dltta.data.case import Dataset, Task
+from dltta.data.case import Dataset, Mapped, Task, without_label
 from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DataError, SettingError
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, weights_checksum
@@ -29,7 +29,7 @@ from dltta.training import SourceTraining, TrainingSettings
 from dltta.training.fit import Journal, Learner, Plan, Ranks, Repeatable, Report, Row, learn
 from dltta.training.source import Log, finished, plain
 from dltta.training.task import validation_score
-from dltta.training.uda.domains import Domains, Unlabeled, read_domains
+from dltta.training.uda.domains import Domains, read_domains
 
 
 class Method(Protocol):
@@ -114,7 +114,7 @@ class UDATraining:
         if not self.sites or not self.targets:
             raise SettingError(f"{self.method.name} learns with source and target; give --source and --target sites")
         self._require_own_source_model()
-        self.targets = [Unlabeled(site) for site in self.targets]
+        self.targets = [Mapped(site, without_label) for site in self.targets]
         self.settings = replace(self.settings, with_=())
 
     def run(self) -> Checkpoint:
