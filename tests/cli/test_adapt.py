@@ -131,13 +131,13 @@ class TestFormats:
         image.set_sform(affine, code=2)
         nib.save(image, path)
 
-    def check_volume(self, image, answer, expected):
-        image, answer = nib.load(image), nib.load(answer)
-        assert np.array_equal(np.asarray(answer.dataobj), expected)
-        assert np.array_equal(answer.affine, image.affine)
-        assert answer.header.get_zooms() == image.header.get_zooms()
-        assert (answer.get_qform(coded=True)[1], answer.get_sform(coded=True)[1]) == (1, 2)
-        assert bytes(answer.header["descrip"]).startswith(b"scanner B")
+    def check_volume(self, image, prediction, expected):
+        image, prediction = nib.load(image), nib.load(prediction)
+        assert np.array_equal(np.asarray(prediction.dataobj), expected)
+        assert np.array_equal(prediction.affine, image.affine)
+        assert prediction.header.get_zooms() == image.header.get_zooms()
+        assert (prediction.get_qform(coded=True)[1], prediction.get_sform(coded=True)[1]) == (1, 2)
+        assert bytes(prediction.header["descrip"]).startswith(b"scanner B")
 
     def nnunet(self, images, channels):
         """A raw data set as nnU-Net has it; its second channel, if any, is all noise."""
@@ -414,7 +414,7 @@ class TestErrors:
             (("--mode", "frosen"), "'frosen' is not one of 'continual', 'image-specific', 'shadow', 'frozen'"),
             (("--on-error", "halt"), "Invalid value for '--on-error': 'halt' is not one of 'stop', 'skip'. Try --help"),
             (("--order", "size"), "'size' is not one of 'name', 'time'"),
-            (("--method", "tents.entropy:2"), "there is no method 'tents.entropy:2'"),
+            (("--method", "tents.entropy:Tent"), "there is no module 'tents'"),
             (("--rate", "fixed"), "recommended chooses its own rate; name a method"),
             (("--idle", "3"), "--idle ends a watch; add --watch"),
             (("--patch", "8by8"), "'8by8' is not a size"),
@@ -447,11 +447,11 @@ class TestErrors:
     def test_an_output_that_cannot_be_written(self, dltta, code, folders):
         images, _ = folders
         pictures(images, 1)
-        done, _, err = dltta("adapt", "-m", code("grey"), "-i", images, "-o", "/sys/answers")
+        done, _, err = dltta("adapt", "-m", code("grey"), "-i", images, "-o", "/sys/predictions")
         assert (done, err.count("\n")) == (2, 1)
-        assert "error: /sys/answers: cannot be written" in err
+        assert "error: /sys/predictions: cannot be written" in err
 
-    def test_answers_among_the_images(self, dltta, code, folders):
+    def test_predictions_among_the_images(self, dltta, code, folders):
         images, _ = folders
         pictures(images, 1)
         done, _, err = dltta("adapt", "-m", code("grey"), "-i", images, "-o", images)
