@@ -522,6 +522,8 @@ class TestState:
         assert head == ["version", "size", "made", "by"]
         assert [row[-1] for row in rows] == ["start", "case_0", "case_1", "case_2"]
         assert rows[-1][:2] == ["*", "3"]
+        listed = json.loads(dltta("state", "list", output, "--json")[1])
+        assert rows[-1][2:4] == [f"{listed[-1]['bytes'] / 1000:.1f}", "kB"]
         assert [entry["version"] for entry in json.loads(dltta("state", "list", output, "--json")[1])] == [0, 1, 2, 3]
         out = dltta("state", "show", output, "--version", "1")[1]
         told = {key.strip(): value for key, value in (line.split("  ", 1) for line in out.splitlines() if "  " in line)}
@@ -529,6 +531,8 @@ class TestState:
         assert re.search(r"^  recipe.method +tent$", out, re.MULTILINE)
         assert re.search(r"^  recipe.guard +yes$", out, re.MULTILINE)
         assert re.search(r"^  window +none$", out, re.MULTILINE)
+        assert re.search(r"^  network +[0-9a-f]{12}…$", out, re.MULTILINE)
+        assert max(map(len, out.splitlines())) <= 80
         assert re.search(r"^  classes +background, a, b$", out, re.MULTILINE)
         assert re.search(r"^adapted tensors +36: \S+, \S+, \S+ and 33 more$", out, re.MULTILINE)
         assert json.loads(dltta("state", "show", output, "--json")[1])["version"] == 3

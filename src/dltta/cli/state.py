@@ -1,6 +1,7 @@
 """`dltta state`: what a stream has learned, version by version."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +26,7 @@ Version = Annotated[
     int | None, typer.Option(metavar="N", help="Which version, as `dltta state list` shows it.", show_default="latest")
 ]
 SHOWN = 3  # names of tensors
+HASH = re.compile("[0-9a-f]{64}")
 
 
 def list_(output: Output, as_json: Json = False) -> None:
@@ -58,9 +60,13 @@ def _table(versions: "list[Listed]") -> Any:
     table.add_column("made by", no_wrap=True, overflow="ellipsis")
     for version in versions:
         cases = version.cases[:1] if len(version.cases) < 2 else (version.cases[0], "…", version.cases[-1])
-        mark, size = "*" if version.current else " ", f"{version.bytes / 1e6:.2f} MB"
-        table.add_row(mark, str(version.version), size, Text(version.event or " ".join(cases)))
+        mark = "*" if version.current else " "
+        table.add_row(mark, str(version.version), _size(version.bytes), Text(version.event or " ".join(cases)))
     return table
+
+
+def _size(bytes_: int) -> str:
+    return f"{bytes_ / 1e6:.1f} MB" if bytes_ >= 1e6 else f"{bytes_ / 1e3:.1f} kB"
 
 
 def show(output: Output, version: Version = None, as_json: Json = False) -> None:
@@ -105,7 +111,8 @@ def _words(value: Any) -> str:
         return ", ".join(map(_words, value)) or "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return "none" if value is None else str(value)
+    text = "none" if value is None else str(value)
+    return f"{text[:12]}…" if HASH.fullmatch(text) else text
 
 
 def rollback(
