@@ -25,7 +25,6 @@ Output = Annotated[Path, typer.Argument(metavar="FOLDER", help="The output folde
 Version = Annotated[
     int | None, typer.Option(metavar="N", help="Which version, as `dltta state list` shows it.", show_default="latest")
 ]
-SHOWN = 3  # names of tensors
 HASH = re.compile("[0-9a-f]{64}")
 
 
@@ -83,12 +82,11 @@ def show(output: Output, version: Version = None, as_json: Json = False) -> None
         typer.echo(json.dumps(found))
         return
     adapted = list(found["adapted"])
-    more = f" and {len(adapted) - SHOWN} more" if len(adapted) > SHOWN else ""
     rows = {
         "version": found["version"],
         "batches seen": found["batches"],
         "pairs in memory": found["memory"],
-        "adapted tensors": f"{len(adapted)}{': ' if adapted else ''}{', '.join(adapted[:SHOWN])}{more}",
+        "adapted tensors": f"{len(adapted)}, such as {adapted[0]}" if adapted else "none",
     }
     typer.echo("\n".join([*_aligned(rows), "", "settings", *_aligned(_flat(found["settings"]), indent="  ")]))
 
