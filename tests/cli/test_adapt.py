@@ -131,13 +131,13 @@ class TestFormats:
         image.set_sform(affine, code=2)
         nib.save(image, path)
 
-    def check_volume(self, image, answer, expected):
-        image, answer = nib.load(image), nib.load(answer)
-        assert np.array_equal(np.asarray(answer.dataobj), expected)
-        assert np.array_equal(answer.affine, image.affine)
-        assert answer.header.get_zooms() == image.header.get_zooms()
-        assert (answer.get_qform(coded=True)[1], answer.get_sform(coded=True)[1]) == (1, 2)
-        assert bytes(answer.header["descrip"]).startswith(b"scanner B")
+    def check_volume(self, image, prediction, expected):
+        image, prediction = nib.load(image), nib.load(prediction)
+        assert np.array_equal(np.asarray(prediction.dataobj), expected)
+        assert np.array_equal(prediction.affine, image.affine)
+        assert prediction.header.get_zooms() == image.header.get_zooms()
+        assert (prediction.get_qform(coded=True)[1], prediction.get_sform(coded=True)[1]) == (1, 2)
+        assert bytes(prediction.header["descrip"]).startswith(b"scanner B")
 
     def nnunet(self, images, channels):
         """A raw data set as nnU-Net has it; its second channel, if any, is all noise."""
@@ -414,7 +414,7 @@ class TestErrors:
             (("--mode", "frosen"), "'frosen' is not one of 'continual', 'image-specific', 'shadow', 'frozen'"),
             (("--on-error", "halt"), "Invalid value for '--on-error': 'halt' is not one of 'stop', 'skip'. Try --help"),
             (("--order", "size"), "'size' is not one of 'name', 'time'"),
-            (("--method", "tents.entropy:2"), "there is no method 'tents.entropy:2'"),
+            (("--method", "tents.entropy:Tent"), "there is no module 'tents'"),
             (("--rate", "fixed"), "recommended chooses its own rate; name a method"),
             (("--idle", "3"), "--idle ends a watch; add --watch"),
             (("--patch", "8by8"), "'8by8' is not a size"),
@@ -447,11 +447,11 @@ class TestErrors:
     def test_an_output_that_cannot_be_written(self, dltta, code, folders):
         images, _ = folders
         pictures(images, 1)
-        done, _, err = dltta("adapt", "-m", code("grey"), "-i", images, "-o", "/sys/answers")
+        done, _, err = dltta("adapt", "-m", code("grey"), "-i", images, "-o", "/sys/predictions")
         assert (done, err.count("\n")) == (2, 1)
-        assert "error: /sys/answers: cannot be written" in err
+        assert "error: /sys/predictions: cannot be written" in err
 
-    def test_answers_among_the_images(self, dltta, code, folders):
+    def test_predictions_among_the_images(self, dltta, code, folders):
         images, _ = folders
         pictures(images, 1)
         done, _, err = dltta("adapt", "-m", code("grey"), "-i", images, "-o", images)
@@ -522,6 +522,8 @@ class TestState:
         assert head == ["version", "size", "made", "by"]
         assert [row[-1] for row in rows] == ["start", "case_0", "case_1", "case_2"]
         assert rows[-1][:2] == ["*", "3"]
+        listed = json.loads(dltta("state", "list", output, "--json")[1])
+        assert rows[-1][2:4] == [f"{listed[-1]['bytes'] / 1000:.1f}", "kB"]
         assert [entry["version"] for entry in json.loads(dltta("state", "list", output, "--json")[1])] == [0, 1, 2, 3]
         out = dltta("state", "show", output, "--version", "1")[1]
         told = {key.strip(): value for key, value in (line.split("  ", 1) for line in out.splitlines() if "  " in line)}
@@ -529,8 +531,10 @@ class TestState:
         assert re.search(r"^  recipe.method +tent$", out, re.MULTILINE)
         assert re.search(r"^  recipe.guard +yes$", out, re.MULTILINE)
         assert re.search(r"^  window +none$", out, re.MULTILINE)
+        assert re.search(r"^  network +[0-9a-f]{12}…$", out, re.MULTILINE)
+        assert max(map(len, out.splitlines())) <= 80
         assert re.search(r"^  classes +background, a, b$", out, re.MULTILINE)
-        assert re.search(r"^adapted tensors +36: \S+, \S+, \S+ and 33 more$", out, re.MULTILINE)
+        assert re.search(r"^adapted tensors +36, such as conv_0\S+$", out, re.MULTILINE)
         assert json.loads(dltta("state", "show", output, "--json")[1])["version"] == 3
 
     def test_roll_back_and_go_on(self, dltta, output, checkpoint, folders):

@@ -70,14 +70,18 @@ def test_the_options_about_a_model_of_ones_own_are_the_same_everywhere(shown):
 def test_choices_are_those_that_the_library_knows():
     from typing import get_args
 
+    from dltta import recipes
     from dltta.data.case import Task
     from dltta.data.check import PUBLISHED
     from dltta.data.inbox import Order
     from dltta.evaluation.demo import TASKS
     from dltta.models.nets.architecture import BUILDERS
+    from dltta.serving.settings import Deployment
     from dltta.training.settings import TrainingSettings
 
     assert tuple(options.Task) == get_args(Task)
+    assert tuple(options.UDA) == recipes.UDA
+    assert set(options.StreamMode) == {*recipes.Mode, *Deployment} - {Deployment.LIVE}
     assert tuple(options.Order) == get_args(Order)
     assert (*TASKS, "all") == tuple(options.DemoTask)
     assert tuple(PUBLISHED) == tuple(options.PublishedData)

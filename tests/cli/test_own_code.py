@@ -9,8 +9,11 @@ RAISES = {
         "def build():\n    made = {}\n    return made['best']\n",
         "raised KeyError: 'best' (own.py, line 3)",
     ),
-    "does_not_import": ("import torch\n\nimport no_such_package\n", "raised ModuleNotFoundError: No module named"),
-    "is_not_python": ("def build(:\n", "raised SyntaxError: invalid syntax"),
+    "does_not_import": (
+        "import torch\n\nimport no_such_package\n",
+        "'no_such_package' (own.py, line 3); correct",
+    ),
+    "is_not_python": ("def build(:\n", "raised SyntaxError: invalid syntax (own.py, line 1); correct"),
     "says_nothing": ("def build():\n    raise RuntimeError\n", "raised RuntimeError (own.py, line 2)"),
     "breaks_lines": ("def build():\n    raise ValueError('two\\nlines')\n", "raised ValueError: two lines (own.py"),
 }
@@ -44,5 +47,15 @@ def test_debug_shows_the_traceback_and_then_the_line(dltta, tmp_path):
     assert err.splitlines()[-1].startswith("error: ")
 
 
-def test_markup_in_a_name_is_printed_not_interpreted(dltta):
+def test_markup_in_names_is_printed_not_interpreted_and_tables_fit_80_columns(dltta, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     assert "[red]x[/red] is not a model" in dltta("inspect", "[red]x[/red]")[2]
+    (tmp_path / "own.py").write_text(
+        "from torch import nn\n\n\ndef build():\n    net = nn.Sequential(nn.Conv2d(1, 2, 1))\n"
+        "    net.add_module('[red]y[/red]', nn.BatchNorm2d(2))\n    return net\n"
+    )
+    code, out, err = dltta("inspect", f"{tmp_path / 'own.py'}:build", "--classes", "[red]a[/red],b")
+    assert code == 0, err
+    assert "[red]y[/red]" in out
+    assert "[red]a[/red]" in out
+    assert max(map(len, out.splitlines())) <= 80

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from dltta.cli.progress import bars
+from streams import lines, pictures, run, segmenter
 
 
 class Clock:
@@ -46,8 +47,18 @@ def test_a_stream_whose_length_nobody_knows_has_no_time_left(log, clock):
     with bars(log, clock) as listener:
         tick = listener.cases(None)
         clock.now += 65
-        tick({"rate": 0.00123, "discrepancy": 0.5, "guard": "kept"})
+        tick({"rate": 0.00123, "discrepancy": 0.5, "decision": "kept"})
     assert log.file.getvalue().splitlines() == ["adapt 1 after 0:01:05 rate 0.0012 discrepancy 0.5 kept"]
+
+
+def test_a_stream_tells_what_its_log_says_of_the_latest_case(log, clock, tmp_path):
+    """An absurd rate: the guard does not accept the update."""
+    images = pictures(tmp_path / "in", 1)
+    with bars(log, clock) as listener:
+        run(segmenter(), images, tmp_path / "out", tick=listener.cases(1), alpha=1e3)
+    (line,) = [line for line in lines(tmp_path / "out") if "case" in line]
+    assert line["decision"] != "accepted"
+    assert log.file.getvalue() == f"adapt 1/1 after 0:00:00 rate {line['rate']:.2g} {line['decision']}\n"
 
 
 def test_what_was_done_before_does_not_shorten_the_time_left(log, clock):
@@ -83,7 +94,7 @@ def test_markup_in_names_is_printed_not_interpreted(request, kind, clock):
     console = request.getfixturevalue(kind)
     with bars(console, clock) as listener:
         listener.count("check [red]x[/red]")(1, 1)
-        listener.cases(1)({"guard": "[bold]kept[/bold]"})
+        listener.cases(1)({"decision": "[bold]kept[/bold]"})
         listener.progress.refresh()
     shown = console.file.getvalue()
     assert "check [red]x[/red]" in shown

@@ -1,6 +1,7 @@
 """`dltta report` and the tables that commands print."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -32,7 +33,14 @@ def test_names_are_printed_not_interpreted(results, monkeypatch, capsys):
     assert out.endswith(f"Report: {results.parent / 'report.html'}\n")
 
 
-def test_the_table_fits_80_columns(results):
+def test_the_table_fits_80_columns_and_prints_names_as_they_are(results):
     console = Console(file=io.StringIO(), width=80)
-    console.print(rich_table(by_target(Results.load(results))))
-    assert max(map(len, console.file.getvalue().splitlines())) <= 80
+    table = by_target(Results.load(results))
+    rows = tuple(replace(row, worst=("[red]x[/red]", 0.5)) for row in table.rows)
+    console.print(rich_table(replace(table, title="of [red]y[/red]", notes=("from [red]z[/red]",), rows=rows)))
+    shown = console.file.getvalue()
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "of [red]y[/red]" in shown
+    assert "from [red]z[/red]" in shown
+    words = " ".join(shown.replace("│", " ").replace("┃", " ").split())
+    assert "([red]x[/red])" in words  # the worst site

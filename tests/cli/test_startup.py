@@ -53,3 +53,9 @@ def test_shell_completion_knows_commands_options_and_choices_and_stays_light():
 
 def test_the_package_imports_nothing_heavy():
     assert not imported("import dltta") & HEAVY
+
+
+def test_the_adapter_needs_torch_and_nothing_else_that_is_heavy():
+    found = imported("import dltta; dltta.Adapter")
+    assert "torch" in found
+    assert not found & {"monai", "nibabel", "matplotlib", "PIL"}

@@ -17,11 +17,10 @@ from dltta.cli.options import (
     OwnModel,
     StreamMode,
     require_device,
-    require_name,
     split_size,
 )
 from dltta.errors import SettingError
-from dltta.recipes import RECOMMENDED, Method, Mode, Optimizer, Recipe, Statistics, recipe_for, split_rate
+from dltta.recipes import RECOMMENDED, Method, Mode, Optimizer, Recipe, Statistics, check_name, recipe_for, split_rate
 from dltta.serving.settings import Deployment, OnError, StreamSettings
 
 if TYPE_CHECKING:
@@ -123,7 +122,7 @@ class Adapting:
     ] = False
 
     def __post_init__(self) -> None:
-        require_name("method", self.method, (RECOMMENDED, *Method))
+        check_name("method", self.method, (RECOMMENDED, *Method))
         if self.rate is not None:
             split_rate(self.rate)
 

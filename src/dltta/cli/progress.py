@@ -13,6 +13,7 @@ from rich.table import Column
 from rich.text import Text
 
 from dltta.evaluation.experiment import Job, Listener
+from dltta.quality.decision import Outcome
 from dltta.training.fit import Plan, Report
 
 EVER = math.inf  # the time left is estimated from the latest 1000 updates, however long ago
@@ -40,7 +41,7 @@ class Bars(Listener):
 
         def tick(line: Mapping[str, Any]) -> None:
             parts = [f"{key} {line[key]:.2g}" for key in ("rate", "discrepancy") if line.get(key) is not None]
-            parts += [str(line["guard"])] if line.get("guard") not in (None, "accepted") else []
+            parts += [str(line["decision"])] if line.get("decision") not in (None, Outcome.ACCEPTED) else []
             self.progress.update(bar, advance=1, note=" ".join(parts))
 
         return tick

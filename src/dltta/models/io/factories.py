@@ -84,11 +84,14 @@ class _OwnCode:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if not isinstance(error, Exception) or isinstance(error, DlttaError):
             return
-        place = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith("<frozen")][-1]
+        frames = [
+            frame for frame in traceback.extract_tb(trace) if frame.filename not in (__file__, importlib.__file__)
+        ]
+        theirs = [frame for frame in frames if not frame.filename.startswith("<frozen")]
+        place = f" ({Path(theirs[-1].filename).name}, line {theirs[-1].lineno})" if theirs else ""
         what = ": ".join(filter(None, (type(error).__name__, " ".join(str(error).split()))))
         raise SettingError(
-            f"{self.name} raised {what} ({Path(place.filename).name}, line {place.lineno}); correct it, "
-            "dltta --debug shows the traceback"
+            f"{self.name} raised {what}{place}; correct it, dltta --debug shows the traceback"
         ) from error
 
 
