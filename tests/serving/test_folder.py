@@ -752,7 +752,7 @@ def test_the_state_does_not_grow_with_the_stream(tmp_path, output):
     assert sizes["case_39"][1] < 1.05 * sizes["case_30"][1]
 
 
-def test_source_and_frozen_streams_answer_alike(images, output):
+def test_source_and_frozen_streams_predict_alike(images, output):
     run(segmenter(), images, output, method="source", save_probabilities=True)
     run(segmenter(), images, output.with_name("frozen"), mode="frozen", save_probabilities=True)
     for case in find_incoming(images):
