@@ -799,6 +799,18 @@ def slow_disk(monkeypatch):
     monkeypatch.setattr("dltta.serving.folder.wait", waiting)
 
 
+def refuse(monkeypatch, name):
+    """Let the network give no number for the case of this name."""
+    step = Predictor.step
+
+    def refusing(predictor, x, *, case):
+        if case == name:
+            raise NonFiniteError("no number")
+        return step(predictor, x, case=case)
+
+    monkeypatch.setattr(Predictor, "step", refusing)
+
+
 class TestWhileTheDiskWorks:
     def test_the_network_is_at_the_next_image(self, images, output, monkeypatch):
         """The state of one image reaches the disk only after the network was shown the next one."""
@@ -868,21 +880,14 @@ class TestWhileTheDiskWorks:
     def test_an_image_that_the_network_refuses_comes_after_the_one_before_it(
         self, images, output, monkeypatch, slow_disk
     ):
-        step = Predictor.step
-
-        def refusing(predictor, x, *, case):
-            if case == "case_1":
-                raise NonFiniteError("no number")
-            return step(predictor, x, case=case)
-
-        monkeypatch.setattr(Predictor, "step", refusing)
+        refuse(monkeypatch, "case_1")
         run(segmenter(), images, output, on_error="skip")
         told = [(line["case"], line["state"], line.get("error")) for line in lines(output)[1:4]]
         assert told == [("case_0", 1, None), ("case_1", 1, "NonFiniteError"), ("case_2", 2, None)]
 
-    def test_a_run_that_ends_in_the_middle_waits_for_the_disk(self, images, output, slow_disk):
-        (images / "case_1.png").write_bytes(b"no image")
+    def test_a_run_that_ends_in_the_middle_waits_for_the_disk(self, images, output, monkeypatch, slow_disk):
+        refuse(monkeypatch, "case_1")
         with Stream(segmenter(), output, streams.settings()) as stream:
-            with pytest.raises(DataError, match="case_1"):
+            with pytest.raises(NonFiniteError, match="case_1"):
                 stream.run(find_incoming(images))
             assert [line["state"] for line in lines(output)] == [0, 1]
