@@ -752,7 +752,7 @@ def test_the_state_does_not_grow_with_the_stream(tmp_path, output):
     assert sizes["case_39"][1] < 1.05 * sizes["case_30"][1]
 
 
-def test_source_and_frozen_streams_answer_alike(images, output):
+def test_source_and_frozen_streams_predict_alike(images, output):
     run(segmenter(), images, output, method="source", save_probabilities=True)
     run(segmenter(), images, output.with_name("frozen"), mode="frozen", save_probabilities=True)
     for case in find_incoming(images):
@@ -797,6 +797,18 @@ def slow_disk(monkeypatch):
     monkeypatch.setattr(StateFolder, "put", late)
     monkeypatch.setattr(Stream, "_settle", settling)
     monkeypatch.setattr("dltta.serving.folder.wait", waiting)
+
+
+def refuse(monkeypatch, name):
+    """Let the network give no number for the case of this name."""
+    step = Predictor.step
+
+    def refusing(predictor, x, *, case):
+        if case == name:
+            raise NonFiniteError("no number")
+        return step(predictor, x, case=case)
+
+    monkeypatch.setattr(Predictor, "step", refusing)
 
 
 class TestWhileTheDiskWorks:
@@ -868,21 +880,14 @@ class TestWhileTheDiskWorks:
     def test_an_image_that_the_network_refuses_comes_after_the_one_before_it(
         self, images, output, monkeypatch, slow_disk
     ):
-        step = Predictor.step
-
-        def refusing(predictor, x, *, case):
-            if case == "case_1":
-                raise NonFiniteError("no number")
-            return step(predictor, x, case=case)
-
-        monkeypatch.setattr(Predictor, "step", refusing)
+        refuse(monkeypatch, "case_1")
         run(segmenter(), images, output, on_error="skip")
         told = [(line["case"], line["state"], line.get("error")) for line in lines(output)[1:4]]
         assert told == [("case_0", 1, None), ("case_1", 1, "NonFiniteError"), ("case_2", 2, None)]
 
-    def test_a_run_that_ends_in_the_middle_waits_for_the_disk(self, images, output, slow_disk):
-        (images / "case_1.png").write_bytes(b"no image")
+    def test_a_run_that_ends_in_the_middle_waits_for_the_disk(self, images, output, monkeypatch, slow_disk):
+        refuse(monkeypatch, "case_1")
         with Stream(segmenter(), output, streams.settings()) as stream:
-            with pytest.raises(DataError, match="case_1"):
+            with pytest.raises(NonFiniteError, match="case_1"):
                 stream.run(find_incoming(images))
             assert [line["state"] for line in lines(output)] == [0, 1]
