@@ -13,7 +13,7 @@ NOT_RUN = "–"
 LATEX_SPECIAL = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "→": r"$\rightarrow$",
     "↑": r"$\uparrow$", "↓": r"$\downarrow$", "±": r"$\pm$", "−": "$-$", "†": r"$^{\dagger}$", "‡": r"$^{\ddagger}$",
-    "–": "--", **{letter: f"\\{letter}" for letter in "&%$#_{}"},
+    "–": "--", "§": r"\S", **{letter: f"\\{letter}" for letter in "&%$#_{}"},
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from dltta.errors import DataError
 from dltta.evaluation.examples import Array, Example
 
 Rendering = NDArray[np.uint8]
@@ -71,6 +72,14 @@ def render_errors(example: Example, values: Array) -> Rendering:
     errors[(truth == 0) & (predicted > 0)] = INVENTED
     errors[(truth > 0) & (predicted > 0) & (truth != predicted)] = CONFUSED
     return errors
+
+
+def absolute_error(example: Example, values: Array) -> Array:
+    """|class value − label| at every position of the shown slice, (H, W)."""
+    if example.label is None:
+        raise DataError(f"{example.name} has no label, so there is no error to show")
+    truth, predicted = (_sized(_cut(item, example, lead=0)).astype(np.int64) for item in (example.label, values))
+    return np.asarray(np.abs(predicted - truth))
 
 
 def png_uri(rendering: Rendering) -> str:
