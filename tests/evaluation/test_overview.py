@@ -62,7 +62,7 @@ def test_a_checkpoint_with_all_parts_works_with_every_method():
 
 def test_what_is_missing_is_said_in_words(tmp_path):
     seen = overview(open_model(own_code(tmp_path, "nn.Conv2d(1, 2, 1)")))
-    assert seen.anatomy.feature_layer is None
+    assert seen.summary.feature_layer is None
     found = trials(seen)
     assert [method for method, trial in found.items() if trial.works] == ["source"]
     assert "no layer normalizes by statistics of the training set" in found["ptbn"].why

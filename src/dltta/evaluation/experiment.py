@@ -57,7 +57,8 @@ from dltta.evaluation import (
     write_report,
 )
 from dltta.files import write_atomically
-from dltta.models.io.checkpoint import Checkpoint, load_checkpoint, weights_checksum
+from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
+from dltta.models.io.fingerprint import fingerprint
 from dltta.predictor import SlidingWindows
 from dltta.training import SourceTraining, TrainingSettings
 from dltta.training.examples import gather, split_by_group
@@ -429,7 +430,7 @@ def _weights(checkpoint: Checkpoint) -> str:
     parts = [checkpoint.model]
     parts += [checkpoint.rotation.head] if checkpoint.rotation else []
     parts += [checkpoint.reconstructions.autoencoders] if checkpoint.reconstructions else []
-    return weights_checksum(*parts)
+    return fingerprint(*parts)
 
 
 def _check_sites(experiment: Experiment) -> None:

@@ -14,7 +14,7 @@ from dltta.core.adapter import Adapter
 from dltta.core.objectives import Objective
 from dltta.core.rates import Fixed
 from dltta.errors import DlttaError
-from dltta.models.inspection import Anatomy, Layer, count, look, statistics_changed
+from dltta.models.inspection import Layer, NetworkSummary, count, statistics_changed, summarize
 from dltta.models.io.opened import OpenedModel
 from dltta.models.io.probing import SIZES, noise
 
@@ -42,11 +42,11 @@ class Overview:
     opened: OpenedModel
     size: tuple[int, ...]
     assumed: bool  # nobody said what size fits
-    anatomy: Anatomy
+    summary: NetworkSummary
     trials: tuple[Trial, ...]
 
     def as_json(self) -> dict[str, Any]:
-        opened, anatomy = self.opened, self.anatomy
+        opened, summary = self.opened, self.summary
         return {
             "model": opened.name,
             "kind": opened.kind,
@@ -55,7 +55,7 @@ class Overview:
             "classes": list(opened.classes),
             "activation": opened.activation,
             "window": None if opened.window is None else asdict(opened.window),
-            "network": {**asdict(anatomy), "memory": {"images": MEMORY, "bytes": MEMORY * anatomy.bytes_per_image}},
+            "network": {**asdict(summary), "memory": {"images": MEMORY, "bytes": MEMORY * summary.bytes_per_image}},
             "methods": {
                 trial.method: {k: v for k, v in asdict(trial).items() if k != "method"} for trial in self.trials
             },
@@ -63,7 +63,7 @@ class Overview:
 
     def tables(self) -> RenderableType:
         """For a screen of 80 columns or more."""
-        parts = (_heading(self), _layers(self.anatomy), _normalizations(self.anatomy), _methods(self), _memory(self))
+        parts = (_heading(self), _layers(self.summary), _normalizations(self.summary), _methods(self), _memory(self))
         return Group(*(line for part in parts for line in (part, Text(""))))
 
 
@@ -78,13 +78,13 @@ def overview(
     chosen = known or (SIZES[opened.spatial_dims][0],) * opened.spatial_dims
     like = next(opened.model.parameters(), None)
     x = noise(opened.in_channels, chosen).to(like if like is not None else "cpu")
-    anatomy = look(opened.model, x)
+    summary = summarize(opened.model, x)
     trials = []
     for number, method in enumerate(METHODS):
         progress(number, len(METHODS))
         trials.append(_try(opened, method, x))
     progress(len(METHODS), len(METHODS))
-    return Overview(opened, chosen, known is None, anatomy, tuple(trials))
+    return Overview(opened, chosen, known is None, summary, tuple(trials))
 
 
 def _try(opened: OpenedModel, method: str, x: Tensor) -> Trial:
@@ -109,20 +109,20 @@ def _try(opened: OpenedModel, method: str, x: Tensor) -> Trial:
 
 
 def _heading(seen: Overview) -> Text:
-    opened, anatomy = seen.opened, seen.anatomy
+    opened, summary = seen.opened, seen.summary
     assumed = ", a size nobody asked for: give --size" if seen.assumed else ""
     window = "" if opened.window is None else f", windows of {_by(opened.window.patch)}"
     return Text(
-        f"{opened.name}: {anatomy.kind} ({opened.kind}), {opened.task} of {', '.join(opened.classes)}{window}\n"
-        f"{anatomy.parameters:,} parameters; tried with {_by(anatomy.input)}{assumed}, gives {_by(anatomy.output)}"
+        f"{opened.name}: {summary.kind} ({opened.kind}), {opened.task} of {', '.join(opened.classes)}{window}\n"
+        f"{summary.parameters:,} parameters; tried with {_by(summary.input)}{assumed}, gives {_by(summary.output)}"
     )
 
 
-def _layers(anatomy: Anatomy) -> RenderableType:
+def _layers(summary: NetworkSummary) -> RenderableType:
     table = _table("layer", "type", "output", "parameters")
     hidden: dict[str, int] = {}
-    before: tuple[int, ...] | None = anatomy.input
-    for layer in anatomy.layers:
+    before: tuple[int, ...] | None = summary.input
+    for layer in summary.layers:
         if layer.parameters == 0 and not layer.repeats and layer.output in (before, None):
             hidden[layer.kind] = hidden.get(layer.kind, 0) + 1
             continue
@@ -139,11 +139,11 @@ def _output(layer: Layer) -> str:
     return _by(layer.output) if layer.output is not None else "-"
 
 
-def _normalizations(anatomy: Anatomy) -> RenderableType:
-    if not anatomy.normalization:
+def _normalizations(summary: NetworkSummary) -> RenderableType:
+    if not summary.normalization:
         return Text("no normalization layers")
     table = _table("normalization", "layers", "scale and shift", "statistics of the training set")
-    for found in anatomy.normalization:
+    for found in summary.normalization:
         table.add_row(found.kind, str(found.layers), str(found.affine), str(found.stored))
     return table
 
@@ -172,12 +172,12 @@ def _words(trial: Trial) -> str:
 
 
 def _memory(seen: Overview) -> Text:
-    anatomy = seen.anatomy
-    if anatomy.feature_layer is None:
+    summary = seen.summary
+    if summary.feature_layer is None:
         return Text("no layer can serve as features by itself; name one for a memory")
     return Text(
-        f"default feature layer: {anatomy.feature_layer}, keys of {_by(anatomy.key)}; "
-        f"a memory of {MEMORY} images takes {_bytes(MEMORY * anatomy.bytes_per_image)}"
+        f"default feature layer: {summary.feature_layer}, keys of {_by(summary.key)}; "
+        f"a memory of {MEMORY} images takes {_bytes(MEMORY * summary.bytes_per_image)}"
     )
 
 

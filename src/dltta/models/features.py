@@ -49,7 +49,7 @@ def forward_with_features(model: nn.Module, layer: str | None, x: Tensor) -> See
     """
     if layer is None:
         return _search(model, x)
-    with _outputs({layer: find_layer(model, layer)}, _copied) as outputs:
+    with recorded_outputs({layer: find_layer(model, layer)}, _copied) as outputs:
         logits = _logits(model(x))
     features = outputs.get(layer)
     if not isinstance(features, Tensor):
@@ -65,7 +65,7 @@ def _search(model: nn.Module, x: Tensor) -> Seen:
         versions[name] = _version(output)
         return output
 
-    with _outputs(dict(model.named_modules()), note) as outputs:
+    with recorded_outputs(dict(model.named_modules()), note) as outputs:
         answer = model(x)
     logits = _logits(answer)
     layer = deepest_layer(outputs, answer)
@@ -120,7 +120,7 @@ def _before_the_head(tensors: dict[str, Tensor]) -> str:
 
 
 @contextmanager
-def _outputs(layers: dict[str, nn.Module], keep: Callable[[str, Any], Any]) -> Iterator[dict[str, Any]]:
+def recorded_outputs(layers: dict[str, nn.Module], keep: Callable[[str, Any], Any]) -> Iterator[dict[str, Any]]:
     """What each layer gives while the context lasts, as kept, by name in order of completion."""
     outputs: dict[str, Any] = {}
 

@@ -33,10 +33,15 @@ class Examples(TorchDataset[Pair]):
         image, label = self.pairs[index]
         if self.augment is None:
             return image, label
-        self.augment.set_random_state(int(np.random.SeedSequence([self.seed, self.epoch, index]).generate_state(1)[0]))
+        self.augment.set_random_state(derived_seed(self.seed, self.epoch, index))
         dense = label.ndim > 0
         drawn = self.augment({"image": image, "label": label[None]} if dense else {"image": image})
         return without_history(drawn["image"]), without_history(drawn["label"])[0] if dense else label
+
+
+def derived_seed(*numbers: int) -> int:
+    """A seed that these numbers decide; neighboring numbers give unrelated seeds."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def without_history(image: Tensor) -> Tensor:

@@ -24,14 +24,14 @@ from dltta.models.io.checkpoint import (
     SourcePairs,
     load_checkpoint,
     save_checkpoint,
-    weights_checksum,
 )
+from dltta.models.io.fingerprint import fingerprint
 from dltta.models.nets.architecture import Architecture
 from dltta.models.parts.autoencoders import DENSENET_LEVELS, UNET_LEVELS, AutoEncoders, Watch
 from dltta.models.parts.rotation import TURNS, RotationHead, rotation_loss
 from dltta.training.calibration import MOST, calibrate
 from dltta.training.examples import Examples, Pair, augmentation, gather, read_pairs, require_one_size, split_by_group
-from dltta.training.fit import Journal, Plan, Ranks, Report, Row, fit
+from dltta.training.fit import Journal, Plan, Ranks, Report, Row, learn, supervised
 from dltta.training.pairs import COUNT, source_pairs
 from dltta.training.settings import LEARNING_RATES, TrainingSettings
 from dltta.training.task import TaskLoss, validation_score
@@ -130,15 +130,11 @@ class SourceTraining:
         self.training = Examples([pairs[i] for i in training], augment, seed=self.settings.seed)
         self.validation: list[Pair] = [pairs[i] for i in validation]
         self.counts = {"cases": len(cases), "training": len(training), "validation": len(validation)}
-        if self.architecture.classes != len(self.classes) or self.architecture.in_channels != len(pairs[0][0]):
-            raise DataError(
-                f"the network takes {self.architecture.in_channels} channels and knows {self.architecture.classes} "
-                f"classes, the images have {len(pairs[0][0])} channels and {len(self.classes)} classes"
-            )
+        require_fit(self.architecture, channels=len(pairs[0][0]), classes=len(self.classes))
 
     def _fingerprint(self) -> dict[str, Any]:
         """What must be the same for a training to be continued; as JSON gives it back."""
-        start = {} if self.start is None else {"start": weights_checksum(self.start)}
+        start = {} if self.start is None else {"start": fingerprint(self.start)}
         return {
             "sites": [[site.site, len(site)] for site in self.sites],
             "architecture": self.architecture.as_json(),
@@ -204,8 +200,8 @@ class SourceTraining:
         return parts
 
     def _fit(self, module: nn.Module, plan: Plan, finish: Callable[[int, Row], None]) -> None:
-        fit(
-            module,
+        learn(
+            supervised(module, plan, self.ranks),
             self.training,
             plan,
             self.journal,
@@ -304,6 +300,15 @@ def finished(folder: Path, fingerprint: dict[str, Any]) -> Checkpoint | None:
     if checkpoint.record.get("fingerprint") != fingerprint:
         raise StateError(f"{folder} holds a model trained with other settings; train into another folder")
     return checkpoint
+
+
+def require_fit(architecture: Architecture, *, channels: int, classes: int) -> None:
+    """Raise `DataError` unless the network takes and tells apart what the images have."""
+    if (architecture.in_channels, architecture.classes) != (channels, classes):
+        raise DataError(
+            f"the network takes {architecture.in_channels} channels and knows {architecture.classes} classes, "
+            f"the images have {channels} channels and {classes} classes"
+        )
 
 
 def plain(description: dict[str, Any]) -> dict[str, Any]:

@@ -143,15 +143,6 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         raise StateError(f"{folder / 'model.json'} is malformed: {error}; train the model again") from error
 
 
-def weights_checksum(*parts: nn.Module) -> str:
-    """Of every parameter and buffer with its name, as lower-case hexadecimal."""
-    digest = hashlib.sha256()
-    for part in parts:
-        for name, tensor in part.state_dict().items():
-            digest.update(name.encode() + tensor.cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
 def _load_rotation(folder: Path, description: dict[str, Any]) -> Rotation | None:
     part = description["auxiliary"].get("ttt")
     if part is None:

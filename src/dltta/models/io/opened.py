@@ -1,13 +1,10 @@
 """2 networks. A network that somebody brought, from wherever: what it needs as input and what its answer means."""
 
-import hashlib
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from dltta.data.case import Task
@@ -97,16 +94,6 @@ class OpenedModel:
         if self.activation == "sigmoid":
             return (probability[1] >= self.threshold).long()
         return most_likely(probability, dim=0)
-
-
-def fingerprint(description: Mapping[str, Any], *modules: nn.Module) -> str:
-    """sha256 over a description that fits in JSON and every parameter and buffer, by name."""
-    digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode())
-    for module in modules:
-        for name, tensor in module.state_dict().items():
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def require_shape(image: Image, spatial_dims: int, in_channels: int) -> None:

@@ -16,11 +16,11 @@ from dltta.errors import SettingError
 from dltta.models.io.bundle import is_bundle, open_bundle
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
 from dltta.models.io.factories import call_factory, is_factory
+from dltta.models.io.fingerprint import fingerprint
 from dltta.models.io.opened import (
     OpenedModel,
     Prepared,
     Window,
-    fingerprint,
     require_classes,
     require_count,
     require_shape,
@@ -202,7 +202,7 @@ def _fingerprint(opened: OpenedModel, preprocessing: Preprocessing, network: Any
     parts = [opened.model]
     parts += [opened.rotation.head] if opened.rotation else []
     parts += [opened.reconstructions.autoencoders] if opened.reconstructions else []
-    return fingerprint(description, *parts)
+    return fingerprint(*parts, description=description)
 
 
 def _preparation(

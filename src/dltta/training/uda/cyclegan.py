@@ -157,7 +157,7 @@ class Pool:
         self.images = list(state["images"])
 
 
-class Translation:
+class Translation(Parts):
     """The learner: one step of the generators, then one of the discriminators, on images from -1 to 1."""
 
     def __init__(self, settings: CycleGAN, networks: Networks, center: Tensor, scale: Tensor) -> None:
@@ -166,16 +166,7 @@ class Translation:
         self.generating = _adam(networks.generators, settings.learning_rate)
         self.judging = _adam(networks.discriminators, settings.learning_rate)
         self.pools = {"source": Pool(settings.pool), "target": Pool(settings.pool)}  # of images translated to it
-        self.parts = Parts({"networks": networks, "generating": self.generating, "judging": self.judging, **self.pools})
-
-    def train(self) -> None:
-        self.parts.train()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.parts.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any], /) -> None:
-        self.parts.load_state_dict(state)
+        super().__init__(networks=networks, generating=self.generating, judging=self.judging, **self.pools)
 
     def step(self, batch: Batch, generator: torch.Generator, progress: float, /) -> Losses:
         center, scale = self.center.view(-1, 1, 1), self.scale.view(-1, 1, 1)

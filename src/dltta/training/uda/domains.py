@@ -16,6 +16,7 @@ from dltta.training.examples import (
     Examples,
     Pair,
     augmentation,
+    derived_seed,
     gather,
     read_pairs,
     require_one_size,
@@ -64,7 +65,7 @@ class Images(TorchDataset[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         if self.augment is None:
             return self.images[index]
-        self.augment.set_random_state(_draw(self.seed, 5, self.epoch, index))
+        self.augment.set_random_state(derived_seed(self.seed, 5, self.epoch, index))
         return without_history(self.augment({"image": self.images[index]})["image"])
 
 
@@ -144,7 +145,3 @@ def read_domains(
         [pairs[i] for i in validation],
         Images(images, augmentation(settings.augmentation, dims, settings.patch, dense=False), seed=settings.seed),
     )
-
-
-def _draw(*numbers: int) -> int:
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0])

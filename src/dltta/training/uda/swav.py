@@ -241,7 +241,7 @@ class Queue:
         self.features = state["features"]
 
 
-class Pretraining:
+class Pretraining(Parts):
     """The learner: one step of swapped prediction on a batch of images."""
 
     def __init__(self, settings: SwAV, clusters: Clusters) -> None:
@@ -253,16 +253,7 @@ class Pretraining:
             momentum=settings.momentum,
             weight_decay=settings.weight_decay,
         )
-        self.parts = Parts({"clusters": clusters, "optimizer": self.optimizer, "queue": self.queue})
-
-    def train(self) -> None:
-        self.parts.train()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.parts.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any], /) -> None:
-        self.parts.load_state_dict(state)
+        super().__init__(clusters=clusters, optimizer=self.optimizer, queue=self.queue)
 
     def step(self, batch: Batch, generator: torch.Generator, progress: float, /) -> Losses:
         settings, epoch = self.settings, progress * self.settings.epochs + 1e-6  # whole epochs that are done, and more

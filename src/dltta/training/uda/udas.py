@@ -114,7 +114,7 @@ class Outputs(nn.Module):
         return head
 
 
-class OutputAlignment:
+class OutputAlignment(Parts):
     """The learner: one step of the segmentation network, then one of the discriminators."""
 
     def __init__(
@@ -124,23 +124,7 @@ class OutputAlignment:
         self.outputs, self.discriminators = outputs, discriminators
         self.optimizer = torch.optim.Adam(outputs.parameters(), lr=rate)
         self.judging = torch.optim.Adam(discriminators.parameters(), lr=settings.discriminator_rate, betas=(0.9, 0.99))
-        self.parts = Parts(
-            {
-                "outputs": outputs,
-                "discriminators": discriminators,
-                "optimizer": self.optimizer,
-                "judging": self.judging,
-            }
-        )
-
-    def train(self) -> None:
-        self.parts.train()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.parts.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any], /) -> None:
-        self.parts.load_state_dict(state)
+        super().__init__(outputs=outputs, discriminators=discriminators, optimizer=self.optimizer, judging=self.judging)
 
     def step(self, batch: Batch, generator: torch.Generator, progress: float, /) -> Losses:
         source, label, target = batch

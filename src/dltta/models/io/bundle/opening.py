@@ -11,7 +11,8 @@ from dltta.models.io.bundle.archive import unpacked
 from dltta.models.io.bundle.config import BundleConfig
 from dltta.models.io.bundle.images import Pipeline, as_pipeline
 from dltta.models.io.bundle.meaning import Answer, Described
-from dltta.models.io.opened import OpenedModel, Window, fingerprint, require_count
+from dltta.models.io.fingerprint import fingerprint
+from dltta.models.io.opened import OpenedModel, Window, require_count
 from dltta.models.io.probing import axes_of, probe
 from dltta.models.io.weights import load_weights
 
@@ -70,7 +71,7 @@ def _open(
         in_channels=seen.in_channels,
         kind="bundle",
         name=path.resolve().stem if path.is_file() else path.resolve().name,
-        fingerprint=fingerprint({"config": config.content, "classes": classes}, model),
+        fingerprint=fingerprint(model, description={"config": config.content, "classes": classes}),
         prepare=pipeline,
         window=window,
         activation="sigmoid" if seen.channels == 1 else "softmax",
