@@ -203,11 +203,15 @@ def test_the_rate_falls_as_a_cosine():
     assert settings(learning_rate=None, batch_size=672).first_rate == pytest.approx(0.7875)  # as published
 
 
-def test_repeated_steps_lower_the_loss():
-    torch.manual_seed(3)
-    pretraining = learner(learning_rate=0.3, frozen_epochs=0, epochs=1)
-    losses = [step(pretraining, seed=1)["swav"] for _ in range(60)]
-    assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5])
+def test_steps_on_the_same_views_lower_their_loss_whatever_the_start():
+    """Networks, images and views of eight seeds, 40 small steps. Of 24 seeds the share left was 0.01 to 0.56."""
+    left = []
+    for seed in range(8):
+        pretraining = Pretraining(settings(learning_rate=0.02, frozen_epochs=0, epochs=1), clusters(seed))
+        losses = [step(pretraining, seed=seed)["swav"] for _ in range(41)]  # the last is after 40 steps
+        left.append(losses[-1] / losses[0])
+    assert max(left) < 0.8
+    assert np.mean(left) < 0.5
 
 
 # ---- the queue
