@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-from monai.networks.nets import DenseNet
 from torch import nn
 
 from dltta.errors import StateError
@@ -26,6 +25,8 @@ def densenet(
 
     `weights` is a file that torchvision's `densenet121` state dict was saved to; the classification layer stays new.
     """
+    from monai.networks.nets import DenseNet  # here: importing any part of MONAI imports all of it
+
     network: nn.Module = DenseNet(
         spatial_dims, in_channels, classes, init_features=width, growth_rate=growth, block_config=tuple(blocks)
     )

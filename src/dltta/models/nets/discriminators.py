@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-from monai.networks.layers.factories import Conv
 from torch import Tensor, nn
 
 from dltta.errors import DataError
@@ -35,8 +34,8 @@ class OutputDiscriminator(nn.Module):
 def _convolution(spatial_dims: int, before: int, after: int, halved: Sequence[bool]) -> nn.Module:
     kernel = tuple(4 if half else 3 for half in halved)
     stride = tuple(2 if half else 1 for half in halved)
-    convolution: nn.Module = Conv[Conv.CONV, spatial_dims](before, after, kernel, stride, padding=1)
-    return convolution
+    kind: type[nn.Module] = {2: nn.Conv2d, 3: nn.Conv3d}[spatial_dims]
+    return kind(before, after, kernel, stride, padding=1)
 
 
 class PatchDiscriminator(nn.Module):

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from monai.networks.nets import AutoEncoder
 from torch import Tensor, nn
 
 from dltta.models.features import find_layer
@@ -51,6 +50,8 @@ class Reconstruction(nn.Module):
 
     def __init__(self, spatial_dims: int, channels: int, widths: Sequence[int], strides: Sequence[int]) -> None:
         super().__init__()
+        from monai.networks.nets import AutoEncoder  # here: importing any part of MONAI imports all of it
+
         self.multiple = math.prod(strides)
         self.network = AutoEncoder(
             spatial_dims, channels, channels, tuple(widths), tuple(strides), norm="instance", act="leakyrelu"

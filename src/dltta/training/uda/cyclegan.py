@@ -8,10 +8,9 @@ that is translated to the other site and back must be itself again. Volumes are 
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from monai import transforms as mt
 from torch import Tensor, nn
 
 from dltta.errors import SettingError
@@ -23,6 +22,9 @@ from dltta.training.examples import Examples
 from dltta.training.fit import Batch, Losses, Plan
 from dltta.training.uda.domains import Images, Mixed
 from dltta.training.uda.training import Parts, UDATraining, frozen, set_rate
+
+if TYPE_CHECKING:
+    from monai.transforms import Compose
 
 UNUSED = torch.tensor(0)  # in place of labels, which translation does not need
 
@@ -105,7 +107,9 @@ class CycleGAN:
             seed=seed,
         )
 
-    def _augmentation(self, slices: Sequence[Tensor]) -> mt.Compose:
+    def _augmentation(self, slices: Sequence[Tensor]) -> "Compose":
+        from monai import transforms as mt  # here: importing any part of MONAI imports all of it
+
         smallest = [min(extents) for extents in zip(*(part.shape[1:] for part in slices), strict=True)]
         crop = [min(extents) for extents in zip(self.crop or smallest, smallest, strict=True)]
         return mt.Compose([mt.RandSpatialCropd("image", crop, random_size=False), mt.RandFlipd("image", 0.5, 1)])

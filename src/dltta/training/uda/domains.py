@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from monai import transforms as mt
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
@@ -24,6 +24,9 @@ from dltta.training.examples import (
     without_history,
 )
 from dltta.training.settings import TrainingSettings
+
+if TYPE_CHECKING:
+    from monai.transforms import Compose
 
 Triple = tuple[Tensor, Tensor, Tensor]  # source image, source label, target image
 
@@ -56,7 +59,7 @@ class Unlabeled:
 class Images(TorchDataset[Tensor]):
     """Preprocessed images without labels; `epoch` chooses the random numbers as in `Examples`."""
 
-    def __init__(self, images: Sequence[Tensor], augment: mt.Compose | None = None, *, seed: int = 0) -> None:
+    def __init__(self, images: Sequence[Tensor], augment: "Compose | None" = None, *, seed: int = 0) -> None:
         self.images, self.augment, self.seed, self.epoch = images, augment, seed, 0
 
     def __len__(self) -> int:

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from monai.networks.layers.factories import Conv
 from torch import Tensor, nn
 
 from dltta.errors import SettingError
@@ -110,8 +109,7 @@ class Outputs(nn.Module):
     def _new_head(self, classes: int, sample: Tensor) -> nn.Module:
         self.network.eval()(sample)
         features = self._seen.pop()
-        head: nn.Module = Conv[Conv.CONV, features.ndim - 2](features.shape[1], classes, 1)
-        return head
+        return {4: nn.Conv2d, 5: nn.Conv3d}[features.ndim](features.shape[1], classes, 1)
 
 
 class OutputAlignment(Parts):
