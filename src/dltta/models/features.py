@@ -22,7 +22,7 @@ class Seen:
 
 
 def find_layer(model: nn.Module, name: str) -> nn.Module:
-    """The layer of that name; a wrong name answers with the nearest right ones."""
+    """The layer of that name; a wrong name raises with the nearest right ones."""
     try:
         if name:
             return model.get_submodule(name)
@@ -36,7 +36,7 @@ def find_layer(model: nn.Module, name: str) -> nn.Module:
 
 
 def forward_pass(model: nn.Module, x: Tensor) -> Seen:
-    """The forward pass alone."""
+    """The forward pass without features."""
     return Seen(_logits(model(x)), None, None)
 
 
@@ -66,9 +66,9 @@ def _search(model: nn.Module, x: Tensor) -> Seen:
         return output
 
     with recorded_outputs(dict(model.named_modules()), note) as outputs:
-        answer = model(x)
-    logits = _logits(answer)
-    layer = deepest_layer(outputs, answer)
+        output = model(x)
+    logits = _logits(output)
+    layer = deepest_layer(outputs, output)
     if _version(outputs[layer]) != versions[layer]:
         return forward_with_features(model, layer, x)
     return Seen(logits, outputs[layer].detach(), layer)
@@ -94,7 +94,7 @@ def deepest_layer(outputs: dict[str, Any], logits: Tensor) -> str:
 
     Dense predictions: of the layers with the fewest positions the widest, and of these the last, which is a U-Net's
     bottleneck. Otherwise: the last direct child of the network before the one that gives the prediction; a child that
-    is alone is looked into.
+    has no sibling is searched in turn.
     """
     tensors = {
         name: output

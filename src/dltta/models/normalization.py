@@ -52,7 +52,7 @@ def use_test_statistics(model: nn.Module, statistics: Statistics | None = None) 
 
 
 class BatchNormWrapper(_BatchNorm):
-    """Batch normalization that normalizes in a way of its own, in training and evaluation mode alike.
+    """Batch normalization by other statistics, the same in training and evaluation mode.
 
     Shares parameters and stored statistics with the layer it stands in for.
     """
@@ -75,7 +75,7 @@ class BatchNormWrapper(_BatchNorm):
         return self.running_mean, self.running_var
 
     def normalized(self, input: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        """By these statistics (C,), then the layer's own scale and shift."""
+        """By these statistics (C,), then scale and shift of the layer."""
         return F.batch_norm(input, mean, variance, self.weight, self.bias, training=False, momentum=0.0, eps=self.eps)
 
 
@@ -95,7 +95,7 @@ class TestBatchNorm(BatchNormWrapper):
 
 @dataclass(frozen=True)
 class BatchStatistics:
-    """Those of the current batch alone: the paper's, and the default."""
+    """Those of the current batch: the paper's, and the default."""
 
     def wrap(self, layer: _BatchNorm, name: str) -> nn.Module:
         return TestBatchNorm(layer, name)

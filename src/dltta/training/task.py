@@ -40,12 +40,12 @@ def validation_score(
     for image, label in pairs:
         x = image[None].to(device)
         if patch is None:
-            answer = most_likely(model(x)[0], dim=0).cpu()
+            prediction = most_likely(model(x)[0], dim=0).cpu()
         else:
             whole = sliding_window_inference(x, patch, 1, model, overlap=0.25)[0]
-            answer = most_likely(whole, dim=0).cpu()
+            prediction = most_likely(whole, dim=0).cpu()
         if task == "classification":
-            scores.append(float(answer == label))
+            scores.append(float(prediction == label))
         else:
-            scores.append(mean_defined(dice_per_class(answer, label, classes)))
+            scores.append(mean_defined(dice_per_class(prediction, label, classes)))
     return mean_defined(scores)

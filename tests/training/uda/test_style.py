@@ -245,7 +245,7 @@ class Inverted:
 
 
 def training(folder, method, *, axes=2, **options):
-    """Four source images, three dark on bright whose labels must not be read; the source network knows nothing."""
+    """Four source images, three dark on bright whose labels must not be read; the source model knows nothing."""
     targets = [Locked(Inverted(Blobs(count=3, axes=axes)))]
     return frame(folder, method, axes=axes, **{"targets": targets, "source": untrained(axes), **options})
 
@@ -271,7 +271,7 @@ def test_a_network_is_trained_on_restyled_source_images(tmp_path):
     assert len(rows) == 4  # images, one each round
     assert all(row["style"] < 0.5 * row["before"] for row in rows)
     assert [row["epoch"] for row in checkpoint.record["history"] if row["stage"] == "task"] == [1, 2]
-    assert checkpoint.record["perception"] == "the source network's encoder"
+    assert checkpoint.record["perception"] == "the source model's encoder"
     assert checkpoint.record["uda"]["method"] == "uda-st"
 
 

@@ -1,4 +1,4 @@
-"""2 networks. A network that somebody brought, from wherever: what it needs as input and what its answer means."""
+"""2 networks. A network that somebody brought: what it takes as input and what its output means."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ class OpenedModel:
     """A trained network and everything needed to run it on image files, whoever trained it.
 
     The network gives one channel of logits per class, or with `activation` sigmoid a single channel for the second of
-    two classes. `threshold` is the probability from which that class is the answer.
+    two classes. `threshold` is the probability from which that class is predicted.
     """
 
     model: nn.Module  # in evaluation mode
@@ -109,7 +109,7 @@ def require_classes(probability: Tensor, classes: tuple[str, ...]) -> None:
     """Raise `InputError` unless there is one channel per class: a sigmoid channel must have become two."""
     if len(probability) != len(classes):
         raise InputError(
-            f"{len(classes)} class probabilities can be led back, got {len(probability)} channels; "
+            f"{len(classes)} class probabilities are expected, got {len(probability)} channels; "
             "apply dltta.models.predictions.probabilities first"
         )
 

@@ -61,8 +61,8 @@ class Reconstruction(nn.Module):
         spatial = x.shape[2:]
         padding = [(0, -size % self.multiple) for size in reversed(spatial)]
         padded = F.pad(x, [amount for pair in padding for amount in pair])
-        answer: Tensor = self.network(padded)[(..., *(slice(size) for size in spatial))]
-        return answer
+        reconstruction: Tensor = self.network(padded)[(..., *(slice(size) for size in spatial))]
+        return reconstruction
 
 
 class AutoEncoders(nn.Module):
@@ -97,7 +97,7 @@ class AutoEncoders(nn.Module):
 
 
 class Watch:
-    """Remembers, while gradients are recorded, what a network saw, felt and said in its last forward pass.
+    """Remembers, while gradients are recorded, the image, features and prediction of a network's last forward pass.
 
     Survives copying with the network it watches: `attach` puts hooks on a network and keeps no other reference to it.
     """

@@ -182,7 +182,7 @@ class Translation(Parts):
         return {**losses, "discriminator": self._judge((source, target), shown)}
 
     def _translate(self, source: Tensor, target: Tensor) -> tuple[Losses, Tensor, Tensor]:
-        """Learn to fool the discriminators, to find the way back and to leave alone what is already there."""
+        """Learn to fool the discriminators, to find the way back and to leave images of the other side unchanged."""
         to_source, to_target = self.networks.generators
         weights = self.settings
         with frozen(*self.networks.discriminators):

@@ -259,7 +259,7 @@ class Pretraining(Parts):
         settings, epoch = self.settings, progress * self.settings.epochs + 1e-6  # whole epochs that are done, and more
         set_rate(self.optimizer, cosine(progress, settings.first_rate, settings.last_rate * settings.first_rate))
         self.clusters.normalize_prototypes()
-        features, scores = self._look(torch.stack(tuple(batch)), generator)
+        features, scores = self._scores(torch.stack(tuple(batch)), generator)
         codes = self.codes(scores[:CODED], past=epoch >= settings.queue_epoch)
         loss = swapped_loss(scores, codes, settings.temperature)
         self.optimizer.zero_grad(set_to_none=True)
@@ -282,7 +282,7 @@ class Pretraining(Parts):
             for both, own in zip(together, scores, strict=True)
         ]
 
-    def _look(self, images: Tensor, generator: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
+    def _scores(self, images: Tensor, generator: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
         """Features and scores of every view, the coded ones first; views of one size pass the network together."""
         features: list[Tensor] = []
         scores: list[Tensor] = []

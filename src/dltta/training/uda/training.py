@@ -157,7 +157,7 @@ class UDATraining:
         return Checkpoint(model, built, self.task, self.classes, self.preprocessing, record)
 
     def source(self) -> Checkpoint:
-        """The source network, in evaluation mode: the one given, or trained in `source/`."""
+        """The source model, in evaluation mode: the one given, or trained in `source/`."""
         if self.source_model is not None:
             return self.source_model
         return self.train_source(self.sites, "source")
