@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from PIL import Image as Pillow
 
-from dltta.config import AdaptationSettings
 from dltta.data.formats.images import Image
 from dltta.data.inbox import find_incoming
 from dltta.models.io.fingerprint import fingerprint
 from dltta.models.io.opened import OpenedModel, Prepared
-from dltta.serving.folder import Stream, StreamSettings
+from dltta.recipes import Recipe
+from dltta.serving.folder import Stream
+from dltta.serving.settings import Deployment, StreamSettings
 from networks import Classifier, Segmenter, trained
 
 SEGMENTS, CLASSES = ("background", "a", "b"), ("x", "y", "z")
@@ -51,10 +52,13 @@ def pictures(folder: Path, count: int, size=(8, 12), seed=0) -> Path:
 
 def settings(**changes) -> StreamSettings:
     """Everything on that has a state of its own: memory, relative rate, guard, momentum of the optimizer."""
-    known = {"alpha": 0.05, "batches_kept": 3, "neighbors": 2, "ready": "neighbors", "optimizer": "adam", "guard": True}
-    names = set(AdaptationSettings.__dataclass_fields__) - {"mode"}
-    inner = {key: changes.pop(key) for key in list(changes) if key in names}
-    return StreamSettings(adaptation=AdaptationSettings(**{**known, **inner}), **changes)
+    known = {"method": "tent", "rate": "relative", "alpha": 0.05, "batches_kept": 3, "neighbors": 2}
+    known |= {"ready": "neighbors", "optimizer": "adam", "guard": True}
+    mode = changes.pop("mode", "continual")
+    if mode in ("shadow", "frozen"):
+        changes["deployment"], mode = Deployment(mode), "continual"
+    inner = {key: changes.pop(key) for key in list(changes) if key in Recipe.__dataclass_fields__}
+    return StreamSettings(Recipe(**{**known, "mode": mode, **inner}), **changes)
 
 
 def run(opened, images, output, *, resume=False, tick=lambda line: None, **changes):

@@ -46,7 +46,7 @@ def test_every_window_is_one_step_of_the_stream():
     found = SlidingWindows(adapter, (8, 8), overlap=0).step(image, case="a")
     assert torch.allclose(found.logits, torch.cat([step.logits for step in expected], dim=-1))
     assert found.loss == pytest.approx((expected[0].loss + expected[1].loss) / 2)
-    assert adapter.taken == 2
+    assert adapter.batches_seen == 2
 
 
 def test_windows_come_in_the_order_of_the_axes():

@@ -753,7 +753,7 @@ class TestWhileTheDiskWorks:
         step, put = Adapter.step, StateFolder.put
 
         def showing(adapter, x, **options):
-            shown[adapter.taken].set()
+            shown[adapter.batches_seen].set()
             return step(adapter, x, **options)
 
         def late(folder, packed):
@@ -820,7 +820,7 @@ class TestWhileTheDiskWorks:
         put, step = StateFolder.put, Adapter.step
 
         def refusing(adapter, x, **options):
-            if adapter.taken == 1 and options["case"] == "case_1":
+            if adapter.batches_seen == 1 and options["case"] == "case_1":
                 raise NonFiniteError("no number")
             return step(adapter, x, **options)
 

@@ -16,7 +16,7 @@ from dltta.data.inbox import PROBABILITIES, Incoming
 from dltta.errors import DataError
 
 
-def write_answer(
+def write_prediction(
     folder: Path | str, case: Incoming, labels: ArrayLike, geometry: Geometry, classes: Sequence[str]
 ) -> Path:
     """Writes class values (*spatial) for a case and says where; `classes[i]` names value i, 0 is background."""

@@ -23,19 +23,11 @@ import numpy as np
 import torch
 
 from dltta.config import (
-    MATCHED,
-    METHODS,
-    RECOMMENDED,
-    UDA,
-    WITHOUT_RATE,
-    AdaptationSettings,
     default_architecture,
     default_preprocessing,
     make_adapter,
     make_uda,
     open_dataset,
-    require,
-    split_rate,
 )
 from dltta.data.case import Case, Dataset, Task
 from dltta.data.preprocessing import Preprocessed
@@ -59,7 +51,21 @@ from dltta.evaluation import (
 from dltta.files import write_atomically
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
 from dltta.models.io.fingerprint import fingerprint
-from dltta.predictor import SlidingWindows
+from dltta.models.io.opening import open_checkpoint
+from dltta.predictor import Predictor
+from dltta.recipes import (
+    MATCHED,
+    NO_RATE,
+    RECOMMENDED,
+    UDA,
+    WITHOUT_RATE,
+    Method,
+    Recipe,
+    Rule,
+    check_name,
+    recommended,
+    split_rate,
+)
 from dltta.training import SourceTraining, TrainingSettings
 from dltta.training.examples import gather, split_by_group
 from dltta.training.fit import Report
@@ -84,7 +90,7 @@ class Experiment:
     work: str | None = None
     root: str | None = None  # where it is does not decide what comes out: not part of the description
     in_domain: str = VALIDATION
-    methods: tuple[str, ...] = METHODS
+    methods: tuple[str, ...] = tuple(map(str, Method))
     rates: tuple[str, ...] = ("fixed", "dynamic")
     seeds: int = 1
     orders: int = 1
@@ -93,12 +99,12 @@ class Experiment:
     size: tuple[int, ...] | None = None
     examples: int = 3
     training: TrainingSettings = field(default_factory=TrainingSettings)
-    adaptation: AdaptationSettings = field(default_factory=AdaptationSettings)
+    adaptation: Recipe = field(default_factory=Recipe)  # what all methods but `recommended` share
     uda: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # settings of methods that learn with targets
 
     def __post_init__(self) -> None:
         for method in self.methods:
-            require("method", method, (*METHODS, *UDA))
+            check_name("method", method, (*Method, *UDA, RECOMMENDED))
         for method, settings in self.uda.items():
             make_uda(method, settings)
         for rate in self.rates:
@@ -141,11 +147,22 @@ class Experiment:
         return jobs
 
     def _rates(self, method: str) -> tuple[str, ...]:
-        """Those of a method; without a loss there is none, but statistics may differ. Dynamic comes before matched."""
-        if method in WITHOUT_RATE:
-            recommended = method == "ptbn" and RECOMMENDED in self.rates
-            return ("none", RECOMMENDED) if recommended else ("none",)
+        """Those of a method; `recommended` brings its own. Dynamic comes before matched."""
+        if method in (*WITHOUT_RATE, RECOMMENDED):
+            return (NO_RATE,)
         return tuple(sorted(self.rates, key=lambda rate: rate == MATCHED))
+
+    def recipe(self, job: "Job") -> Recipe:
+        """What a stream is run with; a matched one's α is known once its dynamic stream has run."""
+        if job.method == RECOMMENDED:
+            return replace(recommended(), batch_size=self.adaptation.batch_size)
+        if job.rate == NO_RATE:
+            return replace(self.adaptation, method=job.method)
+        rule, alpha = split_rate(job.rate)
+        rule = Rule.FIXED if rule == MATCHED else rule
+        return replace(
+            self.adaptation, method=job.method, rate=rule, alpha=self.adaptation.alpha if alpha is None else alpha
+        )
 
 
 @dataclass(frozen=True)
@@ -176,15 +193,16 @@ class Bench:
 
     def key(self, job: Job) -> str:
         """A file name that changes when anything that decides the stream's outcome changes."""
+        recipe = self.experiment.recipe(job)
         decisive = [
             asdict(job),
-            self.experiment.adaptation.deciding(job.method, job.rate),
+            recipe.deciding(),
             self.experiment.training.seed,
             self.models[job.model],
             self.data[job.target, job.seed],
             __version__,
         ]
-        if self.experiment.adaptation.measures(job.rate):
+        if recipe.calibration_matters:
             decisive.append(self.calibrations.get(job.model))
         digest = sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:12]
         return f"{_file_name(job.target)}_{job.method}_{job.rate}_seed{job.seed}_order{job.order}_{digest}"
@@ -292,13 +310,13 @@ def run_job(bench: Bench, job: Job, device: str) -> None:
     """Run one stream and write it down; both files appear whole or not at all, the stream last."""
     experiment = bench.experiment
     checkpoint, dataset, order = open_stream(experiment, job, device)
-    settings = experiment.adaptation.for_task(checkpoint.task)
+    opened = open_checkpoint(checkpoint, job.model)
     shown = Keep(dataset[i].name for i in _shown(len(dataset), experiment.examples))
-    rate = job.rate if job.rate != MATCHED else f"fixed:{_dynamic_mean(bench, job, device)!r}"
-    adapter = make_adapter(checkpoint, job.method, rate, settings)
-    patch = experiment.training.patch
-    steps = adapter if patch is None else SlidingWindows(adapter, patch)
-    record = run_stream(steps, dataset, order, batch_size=settings.batch_size or 1, collect=shown)
+    recipe = experiment.recipe(job).resolved(opened.task, calibrated=opened.calibration is not None)
+    if job.rate == MATCHED:
+        recipe = replace(recipe, alpha=_dynamic_mean(bench, job, device))
+    predictor = Predictor(opened, make_adapter(opened, recipe))
+    record = run_stream(predictor, dataset, order, batch_size=recipe.batch_size or 1, collect=shown)
     source = "+".join(checkpoint.record["sites"])
     stream = Stream.of(record, source=source, method=job.method, rate=job.rate, seed=job.seed, order=job.order)
     provenance = Provenance.collect(seeds=[job.seed], data={dataset.site: bench.data[job.target, job.seed]})

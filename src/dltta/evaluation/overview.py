@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from dltta.config import METHODS, make_objective
+from dltta.config import make_objective
 from dltta.core.adapter import Adapter
 from dltta.core.objectives import Objective
 from dltta.core.rates import Fixed
@@ -17,6 +17,7 @@ from dltta.errors import DlttaError
 from dltta.models.inspection import Layer, NetworkSummary, count, statistics_changed, summarize
 from dltta.models.io.opened import OpenedModel
 from dltta.models.io.probing import SIZES, noise
+from dltta.recipes import Method
 
 MEMORY = 20  # images in the memory of the paper's segmentations
 
@@ -80,10 +81,10 @@ def overview(
     x = noise(opened.in_channels, chosen).to(like if like is not None else "cpu")
     summary = summarize(opened.model, x)
     trials = []
-    for number, method in enumerate(METHODS):
-        progress(number, len(METHODS))
+    for number, method in enumerate(Method):
+        progress(number, len(Method))
         trials.append(_try(opened, method, x))
-    progress(len(METHODS), len(METHODS))
+    progress(len(Method), len(Method))
     return Overview(opened, chosen, known is None, summary, tuple(trials))
 
 

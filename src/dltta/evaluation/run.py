@@ -13,36 +13,18 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from dltta.core.step import Step
 from dltta.data.case import Case, Dataset, Task
 from dltta.errors import DataError, SettingError
 from dltta.metrics import Unit, mean_defined, score_classification, score_segmentation
 from dltta.models.predictions import most_likely, probabilities
-from dltta.quality.guard import Ruling
-
-
-class Answer(Protocol):
-    """What one step of a stream gives back; None where the method has no loss, memory, update or guard."""
-
-    @property
-    def logits(self) -> Tensor: ...
-
-    @property
-    def loss(self) -> float | None: ...
-
-    @property
-    def discrepancy(self) -> float | None: ...
-
-    @property
-    def rate(self) -> float | None: ...
-
-    @property
-    def ruling(self) -> Ruling | None: ...
+from dltta.quality.guarded import decision_of
 
 
 class Steps(Protocol):
-    """Anything that answers a stream batch by batch, such as `Adapter`."""
+    """Anything that answers a stream batch by batch, such as `Predictor`."""
 
-    def step(self, x: Tensor, *, case: str) -> Answer: ...
+    def step(self, x: Tensor, *, case: str) -> Step: ...
 
 
 @dataclass(frozen=True)
@@ -170,10 +152,11 @@ def _batch_name(cases: Sequence[Case]) -> str:
     return cases[0].name if not more else f"{cases[0].name} and {more} more"
 
 
-def _row(case: Case, answer: Tensor, dataset: Dataset, step: Answer, position: int, seconds: float) -> CaseRecord:
+def _row(case: Case, answer: Tensor, dataset: Dataset, step: Step, position: int, seconds: float) -> CaseRecord:
     """The record of one case; an unlabeled one has no metrics."""
     numbers = (_finite(step.loss), _finite(step.discrepancy), _finite(step.rate))
-    verdict = None if step.ruling is None else step.ruling.of(position).verdict
+    decision = decision_of(step)
+    verdict = None if decision is None else decision.of(position).outcome
     row = CaseRecord(case.name, case.site, {}, seconds, *numbers, guard=verdict)
     try:
         if dataset.task == "classification":

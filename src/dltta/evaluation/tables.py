@@ -19,7 +19,7 @@ from dltta.metrics import (
     higher_is_better,
     mean_defined,
 )
-from dltta.quality.guard import GRAVITY
+from dltta.quality.decision import SEVERITY
 
 SIGNIFICANT = 0.05
 PLAIN_RATES = ("none", "fixed")  # a method with one of these goes by its name alone
@@ -360,7 +360,7 @@ def _guard_notes(results: Results, columns: Sequence[Column]) -> list[str]:
 
 def _shares(counts: Mapping[str, int]) -> str:
     """From harmless to grave, as shares of all."""
-    return ", ".join(f"{counts[name] / sum(counts.values()):.0%} {name}" for name in GRAVITY if counts.get(name))
+    return ", ".join(f"{counts[name] / sum(counts.values()):.0%} {name}" for name in SEVERITY if counts.get(name))
 
 
 def _pair_title(results: Results, pair: Pair) -> str:

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from dltta.files import write_atomically
-from dltta.serving.journal import Entry, Journal, Line, on_disk
+from dltta.serving.journal import Fields, Journal, Line, on_disk
 
 
-class Record:
-    """Every case that was answered, and the version of the state that came of it."""
+class StreamIndex:
+    """Every case that was predicted, and the version of the state that came of it."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
@@ -28,15 +28,15 @@ class Record:
             self._index(line)
 
     def digest(self, name: str) -> str | None:
-        """The content that was answered under this name; upper and lower case are one."""
+        """The content that was predicted under this name; upper and lower case are one."""
         found = self._digests.get(name.casefold())
         return None if found is None else found.hex()
 
     def holds(self, digest: str) -> bool:
-        """Whether this content was answered, under whatever name."""
+        """Whether this content was predicted, under whatever name."""
         return bytes.fromhex(digest) in self._places
 
-    def first(self, digest: str) -> Entry:
+    def first(self, digest: str) -> Fields:
         """The line of the first case with this content."""
         return self.journal.at(self._places[bytes.fromhex(digest)])
 
@@ -54,7 +54,7 @@ class Record:
         entry = line.entry
         if "state_sha256" in entry:
             self.version, self.sha256 = int(entry["state"]), str(entry["state_sha256"])
-        if "answer" in entry:
+        if "prediction" in entry:
             digest = bytes.fromhex(entry["input"])
             self._digests[entry["case"].casefold()] = digest
             self._places.setdefault(digest, line.begin)
@@ -63,17 +63,17 @@ class Record:
 
 
 def _failure(entry: Mapping[str, Any]) -> tuple[str, ...]:
-    return str(entry["case"]), str(entry["error"]), str(entry["reason"])
+    return str(entry["case"]), str(entry["error"]), str(entry["detail"])
 
 
-class Table:
-    """`predictions.csv`: the answers of a classification, made from the log and therefore never ahead of it."""
+class PredictionTable:
+    """`predictions.csv`: the predictions of a classification, made from the log and therefore never ahead of it."""
 
     def __init__(self, path: Path, classes: Sequence[str]) -> None:
         self.path, self.classes = path, classes
 
     def text(self, entries: Iterable[Mapping[str, Any]]) -> str:
-        return self._rows([["image", "prediction", *self.classes], *map(_row, filter(_answered, entries))])
+        return self._rows([["image", "prediction", *self.classes], *map(_row, filter(_predicted, entries))])
 
     def rewrite(self, entries: Iterable[Mapping[str, Any]]) -> None:
         with on_disk(self.path):
@@ -89,12 +89,12 @@ class Table:
         return text.getvalue()
 
 
-def _answered(entry: Mapping[str, Any]) -> bool:
+def _predicted(entry: Mapping[str, Any]) -> bool:
     return "probabilities" in entry
 
 
 def _row(entry: Mapping[str, Any]) -> list[Any]:
-    return [entry["image"], entry["answer"], *map(str, entry["probabilities"])]
+    return [entry["image"], entry["prediction"], *map(str, entry["probabilities"])]
 
 
 def shortest(values: Iterable[float]) -> list[float]:

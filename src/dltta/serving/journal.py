@@ -20,7 +20,7 @@ from dltta.files import sync_folder
 
 START = "0" * 64  # what the first line is chained to
 
-Entry = dict[str, Any]
+Fields = dict[str, Any]
 
 
 class Line(NamedTuple):
@@ -28,7 +28,7 @@ class Line(NamedTuple):
 
     begin: int
     end: int
-    entry: Entry
+    entry: Fields
 
 
 class Journal:
@@ -52,11 +52,11 @@ class Journal:
             if begin < self.size:
                 yield Line(begin, begin + len(text), json.loads(text))
 
-    def at(self, begin: int) -> Entry:
+    def at(self, begin: int) -> Fields:
         """The line that begins there."""
         with self.path.open("rb") as file:
             file.seek(begin)
-            entry: Entry = json.loads(file.readline())
+            entry: Fields = json.loads(file.readline())
         return entry
 
     def append(self, entries: Sequence[Mapping[str, Any]]) -> list[Line]:
@@ -78,7 +78,7 @@ class Journal:
         return lines
 
 
-def chain(entry: Mapping[str, Any], previous: str) -> Entry:
+def chain(entry: Mapping[str, Any], previous: str) -> Fields:
     """The entry with the hash of the line before it and its own, over all bytes of the line without it."""
     linked = {**entry, "previous": previous}
     return {**linked, "hash": hashlib.sha256(render(linked)).hexdigest()}
@@ -118,13 +118,13 @@ def _texts(path: Path) -> Iterator[tuple[int, bytes]]:
             begin += len(text)
 
 
-def _intact(text: bytes) -> Entry | None:
+def _intact(text: bytes) -> Fields | None:
     """The entry of a line that carries the hash of its other bytes."""
     body, _, claimed = text.rpartition(b', "hash": "')
     if claimed != hashlib.sha256(body + b"}\n").hexdigest().encode() + b'"}\n':
         return None
     try:
-        entry: Entry = json.loads(text)
+        entry: Fields = json.loads(text)
         return entry if {"previous", "of"} <= entry.keys() else None
     except (ValueError, AttributeError, RecursionError):
         return None

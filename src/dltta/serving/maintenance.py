@@ -15,9 +15,9 @@ from dltta.files import write_atomically
 from dltta.models.io.bundle.export import export_bundle
 from dltta.models.io.checkpoint import save_checkpoint
 from dltta.models.io.opened import OpenedModel
-from dltta.serving.folder import FILES, LOG, STATE, TABLE
-from dltta.serving.index import Record, Table
-from dltta.serving.journal import START, Entry, Journal, cut_off, on_disk, read_anchor, walk
+from dltta.serving.folder import FILES, LOG, STATE, TABLE, require_schema
+from dltta.serving.index import PredictionTable, StreamIndex
+from dltta.serving.journal import START, Fields, Journal, cut_off, on_disk, read_anchor, walk
 from dltta.serving.state import StateFolder, Version
 
 ADDED = ("event", "state", "state_sha256", "of", "previous", "hash")  # to the settings, in the first line
@@ -28,7 +28,7 @@ class Listed:
     """One version that is still on disk and what it came of."""
 
     version: int
-    cases: tuple[str, ...]  # answered in the batch that led to it
+    cases: tuple[str, ...]  # predicted in the batch that led to it
     event: str | None  # start, or a rollback
     bytes: int
     current: bool
@@ -38,7 +38,7 @@ def list_versions(output: Path) -> list[Listed]:
     """The versions of a stream, oldest first."""
     folder = StateFolder(output / STATE)
     there = set(folder.numbers())
-    made: dict[int, list[Entry]] = {}
+    made: dict[int, list[Fields]] = {}
     for line in _entries(output):
         if "state_sha256" in line and line["state"] in there:
             made.setdefault(line["state"], []).append(line)
@@ -54,9 +54,9 @@ def list_versions(output: Path) -> list[Listed]:
     ]
 
 
-def answered_names(output: Path) -> set[str]:
-    """Names of the cases that have an answer; none where there is no stream yet."""
-    return {line["case"] for line in _lines(output) if "answer" in line}
+def predicted_names(output: Path) -> set[str]:
+    """Names of the cases that have an prediction; none where there is no stream yet."""
+    return {line["case"] for line in _lines(output) if "prediction" in line}
 
 
 def show_version(output: Path, number: int | None = None) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def show_version(output: Path, number: int | None = None) -> dict[str, Any]:
     extra = version.state["extra"]
     return {
         "version": version.number,
-        "batches": extra["taken"],
+        "batches": extra["batches_seen"],
         "adapted": {name: list(version.state["moving"][name].shape) for name in extra["adapted"]},
         "memory": sum(pairs.count for pairs in version.pairs),
         "settings": {key: value for key, value in folder.description().items() if key != "key"},
@@ -77,7 +77,7 @@ def roll_back(output: Path, number: int) -> int:
     _require_log(output)
     folder = StateFolder(output / STATE)
     with folder.locked():
-        record = Record(Journal(output / LOG, folder.anchor))
+        record = StreamIndex(Journal(output / LOG, folder.anchor))
         sha256 = _made(output)[_known(folder, number, record.version)]
         new = record.version + 1
         folder.copy(number, sha256, new)
@@ -141,7 +141,7 @@ def adapted_network(output: Path, opened: OpenedModel, number: int | None = None
     return version, model
 
 
-def _entries(output: Path) -> Iterator[Entry]:
+def _entries(output: Path) -> Iterator[Fields]:
     """The lines of a stream that is there and intact."""
     _require_log(output)
     if next(_lines(output), None) is None:
@@ -149,13 +149,18 @@ def _entries(output: Path) -> Iterator[Entry]:
     yield from _lines(output)
 
 
-def _lines(output: Path) -> Iterator[Entry]:
+def _lines(output: Path) -> Iterator[Fields]:
     return (line.entry for group in walk(output / LOG) for line in group)
 
 
 def _require_log(output: Path) -> None:
     if not (output / LOG).is_file():
         raise StateError(f"{output} is not the output of dltta adapt: there is no {LOG}; give the folder of its -o")
+    try:
+        description = StateFolder(output / STATE).description()
+    except StateError:
+        return  # whoever needs it will say so
+    require_schema(description, output)
 
 
 def _version(output: Path, number: int | None) -> tuple[StateFolder, Version]:
@@ -188,11 +193,11 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"
 
 
-def _event(line: Entry) -> str:
+def _event(line: Fields) -> str:
     return f"rollback to {line['to']}" if line["event"] == "rollback" else str(line["event"])
 
 
-def _settings(folder: StateFolder, begun: Entry) -> Iterator[str]:
+def _settings(folder: StateFolder, begun: Fields) -> Iterator[str]:
     """Whether the settings are those that the first line tells."""
     try:
         found = folder.description()
@@ -215,8 +220,8 @@ def _versions(folder: StateFolder, made: Mapping[int, str]) -> Iterator[str]:
                 yield str(error)
 
 
-def _files(output: Path, line: Entry) -> Iterator[str]:
-    """Answers that are gone or altered."""
+def _files(output: Path, line: Fields) -> Iterator[str]:
+    """Predictions that are gone or altered."""
     for key, checksum in FILES:
         if checksum in line:
             file = output / line[key]
@@ -226,11 +231,11 @@ def _files(output: Path, line: Entry) -> Iterator[str]:
                 yield f"{file} was altered"
 
 
-def _table(output: Path, begun: Entry) -> Iterator[str]:
+def _table(output: Path, begun: Fields) -> Iterator[str]:
     """Whether the table is the one that the log gives; after a crash it may end earlier."""
     if begun.get("task") != "classification":
         return
-    table = Table(output / TABLE, begun["classes"])
+    table = PredictionTable(output / TABLE, begun["classes"])
     if not table.path.is_file():
         yield f"{table.path} is missing; resume the stream to have it made anew"
     elif not table.text(_lines(output)).encode().startswith(table.path.read_bytes()):

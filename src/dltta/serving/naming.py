@@ -1,4 +1,4 @@
-"""What is a case called in the log, in answers and in messages?
+"""What is a case called in the log, in predictions and in messages?
 
 By its file's name; folders are never told. An anonymous stream calls a case by the hash of its content, and takes file
 names out of every sentence. What cannot even be read gets a hash of its name with a key that stays with the state, so

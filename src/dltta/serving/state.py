@@ -107,7 +107,7 @@ class StateFolder:
             remove_parts(folder)
 
     def save(self, number: int, adapter: Adapter) -> str:
-        """Write version `number` and answer its hash; the oldest go when there are too many or too large."""
+        """Write version `number` and prediction its hash; the oldest go when there are too many or too large."""
         packed = self.pack(number, adapter)
         self.put(packed)
         return packed.sha256

@@ -18,13 +18,13 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from dltta.config import METHODS, PAPER, AdaptationSettings, make_adapter, make_uda, open_dataset, require
+from dltta.config import make_adapter, make_uda, open_dataset
 from dltta.core.objectives import Objective, Tent
 from dltta.data.case import Task
 from dltta.data.check import check_published
 from dltta.data.datasets.oct import LAYERS
 from dltta.data.datasets.prostate import SITES
-from dltta.errors import DataError, SettingError
+from dltta.errors import DataError, SettingError, require
 from dltta.evaluation import CaseRecord, Example, Results
 from dltta.evaluation.demo import NOTES, demo_experiment
 from dltta.evaluation.examples import Array
@@ -57,6 +57,7 @@ from dltta.evaluation.tables import method_label
 from dltta.files import write_atomically
 from dltta.metrics import CLASSIFICATION_METRICS
 from dltta.models.predictions import entropy
+from dltta.recipes import Method, Recipe
 from dltta.training import TrainingSettings
 from dltta.training.uda import cyclegan, style, swav, udas
 
@@ -70,6 +71,8 @@ RATES = (1e-3, 2e-3, 3e-3, 4e-3, 5e-3)
 SIZES = (6, 8, 10, 12, 14)
 STEPS = (1, 4, 8)
 ORDERS = 5
+PAPER_METHODS = tuple(map(str, (Method.SOURCE, Method.PTBN, Method.TTT, Method.TENT, Method.ATTA)))
+PAPER_NEIGHBORS = 8  # of the OCT memory
 ITERATIONS = 10  # of image-specific adaptation
 ADAPTED = ("ttt", "tent", "atta")
 
@@ -136,12 +139,12 @@ def base_experiment(bed: Bed, setup: Setup) -> Experiment:
     return replace(
         base,
         work=str(setup.folder(f"work/{bed}{_other_than_usual(setup)}")),
-        methods=METHODS if setup.test_time_only else (*METHODS, *WITH_TARGET[bed]),
+        methods=PAPER_METHODS if setup.test_time_only else (*PAPER_METHODS, *WITH_TARGET[bed]),
         uda={method: REDUCED[method] for method in WITH_TARGET[bed]} if setup.data is None else {},
         seeds=setup.seeds,
         examples=EXAMPLES,
         training=training,
-        adaptation=base.adaptation.for_task(TASKS[bed]),
+        adaptation=base.adaptation.resolved(TASKS[bed], calibrated=False),
     )
 
 
@@ -271,7 +274,7 @@ def _steps(base: Experiment, setup: Setup) -> Runs:
 
 def _retrieval_size(base: Experiment, setup: Setup) -> Runs:
     places = {f"D = {size}": _average(f"neighbors-{size}") for size in SIZES}
-    fixed = replace(_average(f"neighbors-{PAPER['segmentation'].neighbors}"), rate="fixed")
+    fixed = replace(_average(f"neighbors-{PAPER_NEIGHBORS}"), rate="fixed")
     return Runs({f"neighbors-{size}": _with(base, neighbors=size) for size in SIZES}, {"fixed rate": fixed, **places})
 
 
@@ -293,7 +296,7 @@ def _tent(base: Experiment, setup: Setup) -> Runs:
 
 def _with(experiment: Experiment, **changed: object) -> Experiment:
     """The same experiment with other settings of adaptation."""
-    settings: AdaptationSettings = replace(experiment.adaptation, **changed)  # type: ignore[arg-type]
+    settings: Recipe = replace(experiment.adaptation, **changed)  # type: ignore[arg-type]
     return replace(experiment, adaptation=settings)
 
 
@@ -335,7 +338,7 @@ def loss_curve(experiment: Experiment, rate: str, device: str) -> Curve:
     """The loss of Tent for each image of the first stream, before its update: mean and sd over positions."""
     job = Job(experiment.targets[0], "tent", rate, 0, 0)
     checkpoint, dataset, order = open_stream(experiment, job, device)
-    adapter = make_adapter(checkpoint, job.method, job.rate, experiment.adaptation)
+    adapter = make_adapter(checkpoint, experiment.recipe(job))
     watched = Spread(Tent())
     adapter.objective = watched
     for index in order:
@@ -473,7 +476,7 @@ def runs_of(name: str, setup: Setup) -> Runs:
     reproduction = REPRODUCTIONS[name]
     base = base_experiment(reproduction.bed, setup)
     if name not in TASKS:  # the paper's comparison of all methods
-        base = replace(base, methods=tuple(method for method in base.methods if method in METHODS), uda={})
+        base = replace(base, methods=tuple(method for method in base.methods if method in PAPER_METHODS), uda={})
     runs = reproduction.runs(base, setup)
     experiments = {
         run: replace(experiment, output=str(setup.folder(name) / run)) for run, experiment in runs.experiments.items()

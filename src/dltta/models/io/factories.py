@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -21,14 +21,20 @@ def is_factory(spec: str) -> bool:
     return bool(place) and name.isidentifier()
 
 
-def call_factory(spec: str) -> nn.Module:
-    """The network that the function (or class) gives when called without arguments. This runs its code."""
+def import_object(spec: str) -> Callable[..., Any]:
+    """The function or class of that name. This runs the code of its module."""
     place, _, name = spec.rpartition(":")
     module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
-    factory = getattr(module, name, None)
-    if not callable(factory):
+    found = getattr(module, name, None)
+    if not callable(found):
         there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise SettingError(f"{place} has no function {name!r}; there are {', '.join(there[:8]) or 'none'}")
+    return found  # type: ignore[no-any-return]
+
+
+def call_factory(spec: str) -> nn.Module:
+    """The network that the function (or class) gives when called without arguments. This runs its code."""
+    factory = import_object(spec)
     _require_no_arguments(spec, factory)
     model = factory()
     if not isinstance(model, nn.Module):

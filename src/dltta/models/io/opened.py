@@ -47,6 +47,23 @@ class Window:
         """The window for an image of this size: `patch` with the image's size where it says 0."""
         return tuple(want or have for want, have in zip(self.patch, spatial, strict=True))
 
+    def slide(self, x: Tensor, network: Callable[[Tensor], Tensor]) -> Tensor:
+        """The blended logits of a network that sees images x (B, C, *spatial) one window at a time, in order."""
+        from monai.inferers import sliding_window_inference
+
+        blended: Tensor = sliding_window_inference(
+            x,
+            self.size(tuple(x.shape[2:])),
+            1,
+            network,
+            overlap=self.overlap,
+            mode=self.mode,
+            sigma_scale=self.sigma_scale,
+            padding_mode=self.padding_mode,
+            cval=self.cval,
+        )
+        return blended
+
 
 @dataclass(frozen=True)
 class Prepared:
