@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dltta import Adapter
+from dltta.config import make_uda
 from dltta.data.preprocessing import IMAGENET_MEAN, IMAGENET_SD, Preprocessing
 from dltta.errors import InputError, SettingError, StateError
 from dltta.models.nets.architecture import Architecture
@@ -357,6 +358,13 @@ def test_classifiers(tmp_path):
     given = training(tmp_path, StyleTransfer(iterations=1), targets=[Inverted(site)], source=None)
     checkpoint = replace(given, sites=[site], architecture=architecture).run()
     assert checkpoint.model(site[0].image[None]).shape == (1, 2)
+
+
+def test_settings_take_a_file_of_vgg_weights_and_a_wrong_name_fails_before_any_training(vgg_file):
+    method = make_uda("uda-st", {"vgg": str(vgg_file)})
+    assert (method.vgg, method.restyling.style_weight) == (str(vgg_file), 1e4)
+    with pytest.raises(SettingError, match=r"vgg of uda-st: no file .*absent.pth; give the state dict"):
+        make_uda("uda-st", {"vgg": str(vgg_file.with_name("absent.pth"))})
 
 
 def test_networks_whose_encoder_is_unknown_need_vgg():

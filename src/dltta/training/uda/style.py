@@ -51,7 +51,7 @@ class StyleTransfer:
     """
 
     direction: Literal["to-target", "to-source"] = "to-target"
-    vgg: str | None = None  # state dict of torchvision's vgg19
+    vgg: str | None = None  # file with the state dict of torchvision's vgg19
     content_weight: float = 1.0
     style_weight: float | None = None
     iterations: int = 100  # ours; where the paper stops it does not say
@@ -65,6 +65,8 @@ class StyleTransfer:
             raise SettingError(f"direction of uda-st must be 'to-target' or 'to-source', got {self.direction!r}")
         if self.start not in ("new", "source"):
             raise SettingError(f"start of uda-st must be 'new' or 'source', got {self.start!r}")
+        if self.vgg is not None and not Path(self.vgg).is_file():
+            raise SettingError(f"vgg of uda-st: no file {self.vgg}; give the state dict of torchvision's vgg19")
         _ = self.restyling  # which checks the rest
 
     @property
