@@ -17,7 +17,8 @@ from dltta.training.fit import Plan, Report
 EVERY = 30.0  # seconds between two lines where there is no terminal
 WINDOW = 600.0  # seconds that the time left is estimated from
 STAGES = {
-    "task": "train source model", "atta": "train auto-encoders", "style": "restyle source images",
+    "task": "train source model", "ttt": "train network of TTT", "atta": "train auto-encoders",
+    "style": "restyle source images",
     "cyclegan": "train translation", "udas": "align outputs", "swav": "learn clusters",
 }  # fmt: skip
 

@@ -1,6 +1,7 @@
 """2 networks. Which statistics do the normalization layers use, and which of their parameters can move?"""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +24,23 @@ def affine_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Scale and shift of every normalization layer that has them."""
     found = (getattr(layer, name, None) for _, layer in normalization_layers(model) for name in ("weight", "bias"))
     return list(dict.fromkeys(parameter for parameter in found if isinstance(parameter, nn.Parameter)))
+
+
+@contextmanager
+def kept_statistics(model: nn.Module) -> Iterator[None]:
+    """While the context lasts, passes in training mode leave the stored statistics as they are.
+
+    The layers write into copies; in place, restored values would invalidate graphs that wait for their backward pass.
+    """
+    layers = [layer for _, layer in normalization_layers(model)]
+    stored = [layer._buffers for layer in layers]
+    for layer, buffers in zip(layers, stored, strict=True):
+        layer._buffers = {name: None if value is None else value.clone() for name, value in buffers.items()}
+    try:
+        yield
+    finally:
+        for layer, buffers in zip(layers, stored, strict=True):
+            layer._buffers = buffers
 
 
 class Statistics(Protocol):

@@ -13,9 +13,11 @@ from safetensors.torch import save_file
 from dltta.data.formats.images import Geometry, Image
 from dltta.data.preprocessing import Preprocessing, resize
 from dltta.errors import InputError, SettingError, StateError
-from dltta.models.io.checkpoint import Checkpoint, save_checkpoint
+from dltta.models.calibration import Calibration
+from dltta.models.io.checkpoint import Checkpoint, Rotation, save_checkpoint
 from dltta.models.io.opening import Window, open_model
 from dltta.models.nets.architecture import Architecture
+from dltta.models.parts.rotation import RotationHead
 from networks import Classifier, Segmenter, trained
 
 CLASSES = ("background", "a", "b")
@@ -80,6 +82,30 @@ class TestCheckpoint:
         moved = Checkpoint(model, architecture, "segmentation", CLASSES, Preprocessing("scale", 255.0, (32, 48)))
         save_checkpoint(tmp_path / "b", moved)
         assert open_model(str(tmp_path / "b")).fingerprint != first
+
+    def test_ttt_gets_the_network_that_was_trained_for_it(self, tmp_path):
+        plain = save(tmp_path)
+        bare = open_model(str(tmp_path))
+        with pytest.raises(SettingError, match="no rotation head, which TTT needs; train it with `--with ttt`"):
+            bare.for_method("ttt")
+        architecture, head = Architecture("unet", 2, 1, 3, {"width": 4}), RotationHead(64, 8)
+        joint = replace(
+            bare.checkpoint,
+            model=trained(architecture.build(), seed=4),
+            rotation=Rotation(head, "down_4", ()),
+            calibration=Calibration({}, {}, {"images": 5}),
+        )
+        save_checkpoint(tmp_path, replace(bare.checkpoint, joint=joint))
+        opened = open_model(str(tmp_path))
+        chosen = opened.for_method("ttt")
+        assert opened.fingerprint == chosen.fingerprint != bare.fingerprint
+        x = torch.rand(1, 1, 32, 48)
+        assert torch.equal(opened.for_method("tent").model(x), plain(x))
+        assert torch.equal(chosen.model(x), joint.model(x))
+        assert torch.equal(chosen.rotation.head(torch.ones(1, 64, 2, 2)), head(torch.ones(1, 64, 2, 2)))
+        assert (opened.calibration, chosen.calibration.predictions) == (None, {"images": 5})
+        assert chosen.for_method("ttt") is chosen
+        assert (chosen.prepare, chosen.window) == (opened.prepare, opened.window)
 
     @pytest.mark.parametrize(
         ("image", "words"), [(flat_image(3), "images of 1 channels, this one has 3"), (flat_image(1, (4, 4, 4)), "3-D")]

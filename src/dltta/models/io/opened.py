@@ -1,7 +1,7 @@
 """2 networks. A network that somebody brought: what it takes as input and what its output means."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +11,7 @@ from dltta.data.case import Task
 from dltta.data.formats.images import Image
 from dltta.errors import InputError, SettingError
 from dltta.models.calibration import Calibration
-from dltta.models.io.checkpoint import Checkpoint, Reconstructions, Rotation
+from dltta.models.io.checkpoint import NO_ROTATION, Checkpoint, Reconstructions, Rotation
 from dltta.models.predictions import most_likely
 
 Kind = Literal["checkpoint", "bundle", "factory"]
@@ -99,11 +99,27 @@ class OpenedModel:
     activation: Activation = "softmax"
     threshold: float = 0.5
     size: tuple[int, ...] | None = None  # a spatial size that the network is known to take
-    rotation: Rotation | None = None  # what TTT needs
+    rotation: Rotation | None = None  # what TTT needs beside its network, see `for_method`
     reconstructions: Reconstructions | None = None  # what ATTA needs
     calibration: Calibration | None = None  # how source images look to its layers
     checkpoint: Checkpoint | None = None  # where it came from, if it is one of ours
     bundle: Path | None = None  # where it came from, if it is a bundle: the folder or zip
+
+    def for_method(self, method: str) -> "OpenedModel":
+        """The same model with the network that the method starts from; see `Checkpoint.for_method`."""
+        if method != "ttt" or self.rotation is not None:
+            return self
+        if self.checkpoint is None:
+            raise SettingError(NO_ROTATION)
+        chosen = self.checkpoint.for_method(method)
+        return replace(
+            self,
+            model=chosen.model.to(next(self.model.parameters()).device).eval(),
+            rotation=chosen.rotation,
+            reconstructions=chosen.reconstructions,
+            calibration=chosen.calibration,
+            checkpoint=chosen,
+        )
 
     def labels(self, probability: Tensor) -> Tensor:
         """Class numbers (*positions) from class probabilities (classes, *positions)."""

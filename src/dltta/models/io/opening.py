@@ -202,9 +202,7 @@ def _fingerprint(opened: OpenedModel, preprocessing: Preprocessing, network: Any
         "preprocessing": preprocessing.as_json(),
         "activation": opened.activation,
     }
-    parts = [opened.model]
-    parts += [opened.rotation.head] if opened.rotation else []
-    parts += [opened.reconstructions.autoencoders] if opened.reconstructions else []
+    parts = [opened.model] if opened.checkpoint is None else opened.checkpoint.modules()
     return fingerprint(*parts, description=description)
 
 
