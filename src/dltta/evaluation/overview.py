@@ -1,6 +1,6 @@
 """What each method would do to a network: tried on one image, so that what works here works in a stream."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from dltta.core.objectives import Objective
 from dltta.core.rates import Fixed
 from dltta.errors import DlttaError
 from dltta.models.inspection import Layer, NetworkSummary, count, statistics_changed, summarize
+from dltta.models.io.checkpoint import training_words
 from dltta.models.io.opened import OpenedModel
 from dltta.models.io.probing import SIZES, noise
 from dltta.recipes import Method
@@ -34,6 +35,7 @@ class Trial:
     share: float = 0.0  # of the network's parameters
     added: int = 0  # of the parameters that move, those put into the network
     statistics: int = 0  # layers that normalize by the test batch instead of the training set
+    losses: tuple[str, ...] | None = None  # that the network it starts from was trained with, where that is known
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ def overview(
 
 def _try(opened: OpenedModel, method: str, x: Tensor) -> Trial:
     try:
+        opened = opened.for_method(method)
         objective = make_objective(method, opened)
         adapter = Adapter(opened.model, objective, Fixed(1e-3) if isinstance(objective, Objective) else None)
         adapter.step(x, case=f"an image of {_by(x.shape[2:])}")
@@ -106,7 +109,13 @@ def _try(opened: OpenedModel, method: str, x: Tensor) -> Trial:
         share=numbers / count(opened.model),
         added=sum(parameter.numel() for name, parameter in moving.items() if name not in own),
         statistics=statistics_changed(opened.model, adapter.model),
+        losses=_losses(opened),
     )
+
+
+def _losses(opened: OpenedModel) -> tuple[str, ...] | None:
+    found = None if opened.checkpoint is None else opened.checkpoint.record.get("losses")
+    return None if found is None else tuple(found)
 
 
 def _heading(seen: Overview) -> Text:
@@ -159,7 +168,18 @@ def _methods(seen: Overview) -> RenderableType:
                 (str(trial.tensors), f"{trial.parameters:,}", f"{trial.share:.2%}") if trial.tensors else ("0",) * 3
             )
             table.add_row(trial.method, *numbers, _words(trial))
-    return table
+    return Group(table, *_networks(seen))
+
+
+def _networks(seen: Overview) -> Iterator[Text]:
+    """Which methods start from which network, where training recorded it."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for trial in seen.trials:
+        if trial.losses is not None:
+            groups.setdefault(trial.losses, []).append(trial.method)
+    for losses, methods in groups.items():
+        verb = "starts" if len(methods) == 1 else "start"
+        yield Text(f"{', '.join(methods)} {verb} from the network trained with {training_words(losses)}", style="dim")
 
 
 def _words(trial: Trial) -> str:
@@ -169,7 +189,7 @@ def _words(trial: Trial) -> str:
         f"moves layers of {trial.added:,} parameters that are put into the network" if trial.added else "",
         f"test statistics in {trial.statistics} normalization layers" if trial.statistics else "",
     ]
-    return "; ".join(part for part in parts if part) or "runs the network as it was trained"
+    return "; ".join(part for part in parts if part) or "runs the source model"
 
 
 def _memory(seen: Overview) -> Text:
