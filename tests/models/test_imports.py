@@ -13,6 +13,7 @@ import pytest
         "import dltta.objectives",
         "import dltta.models.nets.architecture, dltta.models.parts.autoencoders",
         "import dltta.models.io.opening",
+        "import dltta.config, dltta.training.uda",
     ],
 )
 def test_monai_is_not_imported_before_a_network_is_built(code):
