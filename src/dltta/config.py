@@ -68,7 +68,11 @@ class TrainConfig:
 
 
 def make_adapter(model: Checkpoint | OpenedModel, recipe: Recipe) -> Adapter:
-    """The adapter that runs this recipe on this model; `Recipe.resolved` fills what the recipe leaves to the paper."""
+    """The adapter that runs this recipe on this model; `Recipe.resolved` fills what the recipe leaves to the paper.
+
+    It starts from the network that the method starts from (`Checkpoint.for_method`).
+    """
+    model = model.for_method(recipe.method)
     recipe = recipe.resolved(model.task, calibrated=model.calibration is not None)
     if recipe.method in (Method.SOURCE, *UDA):  # the source model exactly; the others adapted in training
         return Adapter(model.model, Source(), layout="given" if recipe.method == Method.SOURCE else "auto")
@@ -118,7 +122,7 @@ def make_objective(
     if method == Method.TTT:
         part = model.rotation
         if part is None:
-            raise SettingError("this model has no rotation head, which TTT needs; train it with `--with ttt`")
+            raise SettingError("this network has no rotation head, which TTT needs; take model.for_method('ttt')")
         return TTT(part.head, part.layer, part.shared, statistics)
     if method == Method.ATTA:
         parts = model.reconstructions
