@@ -4,8 +4,8 @@ import re
 from enum import Enum
 
 import pytest
+from walking import ALL, COMMANDS
 
-from commands import ALL, COMMANDS
 from dltta.cli import options
 from streams import typed
 
