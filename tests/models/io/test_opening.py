@@ -196,7 +196,7 @@ class TestFactory:
         ("spec", "options", "words"),
         [
             ("nowhere:f", {}, "no module 'nowhere'"),
-            ("my_networks:segmentor", {}, "no function 'segmentor'; there are .*segmenter"),
+            ("my_networks:segmentor", {}, "no function or class 'segmentor'; there are .*segmenter"),
             ("nothing.py:f", {}, "no file nothing.py"),
             ("my_networks:with_arguments", {}, "needs the arguments channels, classes"),
             ("my_networks:number", {}, "returns a int"),
