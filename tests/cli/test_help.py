@@ -4,7 +4,7 @@ import re
 from enum import Enum
 
 import pytest
-from commands import ALL, COMMANDS
+from walking import ALL, COMMANDS
 
 from dltta.cli import options
 from streams import typed

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from dltta.evaluation import by_target, rich_table
+from dltta.evaluation.formats import rich_table
 from dltta.evaluation.results import Results
+from dltta.evaluation.tables import by_target
 from streams import typed
 
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import ALL
+from walking import ALL
 
 HEAVY = {"torch", "monai", "numpy", "scipy", "matplotlib", "nibabel", "PIL", "tifffile", "pydicom"}
 SHOW = """

@@ -187,7 +187,8 @@ class Arriving:
 
     def cases(self, images: Path, seen: Collection[str]) -> Any:
         """Those that wait, or those that will arrive and are not in `seen`."""
-        from dltta.data.inbox import find_incoming, watch_incoming
+        from dltta.data.inbox import find_incoming
+        from dltta.data.watch import watch_incoming
 
         order: Any = self.order.value
         if self.watch:
@@ -282,6 +283,6 @@ def _tell(summary: "Summary", output: Path, as_json: bool) -> None:
         typer.echo(sentence, err=True)
     parts = [f"{summary.predicted} predicted"]
     parts += [f"{summary.repeated} the same as an earlier image"] if summary.repeated else []
-    parts += [f"{summary.before} had a prediction"] if summary.before else []
+    parts += [f"{summary.already_predicted} had a prediction"] if summary.already_predicted else []
     parts += [f"{len(summary.failed)} skipped"] if summary.failed else []
     typer.echo(f"{output}: {', '.join(parts)}")

@@ -79,11 +79,11 @@ def _score_table(predictions: Path, labels: Path) -> StreamRecord:
     unknown = sorted(set(truth.values()) - set(classes))
     if unknown:
         raise DataError(f"{predictions} has no column for class {unknown[0]!r}; it has {', '.join(classes) or 'none'}")
-    answered = {row["image"]: [_number(row[name], predictions) for name in classes] for row in rows}
-    missing = sorted(truth.keys() - answered.keys())
+    predicted = {row["image"]: [_number(row[name], predictions) for name in classes] for row in rows}
+    missing = sorted(truth.keys() - predicted.keys())
     if missing:
         raise DataError(f"{predictions} has no line for {missing[0]!r}; every labeled image needs one")
-    probabilities = torch.tensor([answered[name] for name in truth], dtype=torch.float64)
+    probabilities = torch.tensor([predicted[name] for name in truth], dtype=torch.float64)
     values = torch.tensor([classes.index(label) for label in truth.values()])
     cases = tuple(
         CaseRecord(name, labels.parent.name, {"accuracy": float(row.argmax() == value)}, None, label=int(value))

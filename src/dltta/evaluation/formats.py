@@ -13,7 +13,7 @@ NOT_RUN = "–"
 LATEX_SPECIAL = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "→": r"$\rightarrow$",
     "↑": r"$\uparrow$", "↓": r"$\downarrow$", "±": r"$\pm$", "−": "$-$", "†": r"$^{\dagger}$", "‡": r"$^{\ddagger}$",
-    "–": "--", **{letter: f"\\{letter}" for letter in "&%$#_{}"},
+    "–": "--", "§": r"\S", **{letter: f"\\{letter}" for letter in "&%$#_{}"},
 }  # fmt: skip
 
 
@@ -102,7 +102,7 @@ def signed(number: str) -> str:
 
 def mark(cell: Cell) -> str:
     """The sign of significance, or nothing."""
-    return MARKS[cell.verdict] if cell.verdict else ""
+    return MARKS[cell.significance] if cell.significance else ""
 
 
 def share(fraction: float) -> str:

@@ -5,7 +5,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -29,14 +29,18 @@ def import_object(spec: str) -> Callable[..., Any]:
     found = getattr(module, name, None)
     if not callable(found):
         there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise SettingError(f"{place} has no function {name!r}; there are {', '.join(there[:8]) or 'none'}")
+        raise SettingError(f"{place} has no function or class {name!r}; there are {', '.join(there[:8]) or 'none'}")
     return found  # type: ignore[no-any-return]
 
 
 def call_factory(spec: str) -> nn.Module:
     """The network that the function (or class) gives when called without arguments. This runs its code."""
     factory = import_object(spec)
-    _require_no_arguments(spec, factory)
+    required = required_arguments(factory)
+    if required:
+        raise SettingError(
+            f"{spec} needs the arguments {', '.join(required)}; name a function that builds the network without any"
+        )
     with _OwnCode(spec):
         model = factory()
     if not isinstance(model, nn.Module):
@@ -101,14 +105,15 @@ def importable_from(folder: Path) -> Iterator[None]:
         sys.path.remove(str(folder))
 
 
-def _require_no_arguments(spec: str, factory: Any) -> None:
-    try:
-        parameters = inspect.signature(factory).parameters.values()
-    except ValueError:  # some classes written in C do not tell
-        return
+def required_arguments(factory: Callable[..., Any]) -> list[str]:
+    """The arguments without which a function or class cannot be called."""
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    required = [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind in plain]
-    if required:
-        raise SettingError(
-            f"{spec} needs the arguments {', '.join(required)}; name a function that builds the network without any"
-        )
+    return [p.name for p in arguments(factory).values() if p.default is inspect.Parameter.empty and p.kind in plain]
+
+
+def arguments(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """What a function or class can be called with."""
+    try:
+        return inspect.signature(factory).parameters
+    except ValueError:  # some classes written in C do not tell
+        return {}
