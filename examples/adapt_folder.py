@@ -1,8 +1,8 @@
 """From a source model to predictions for another scanner's images: python examples/adapt_folder.py [FOLDER]
 
 Trains a small network on synthetic images of one scanner, writes images of another one as PNG files, and adapts to
-them as they come: first in shadow mode, then live, with a stop in between. Seconds on two cores, and a network too small
-to be of use. The same from the command line: docs/adapt.md.
+them as they come: first in shadow mode, then live, with a stop in between. Seconds on two cores, and a network too
+small to be of use. The same from the command line: docs/adapt.md.
 """
 
 import sys

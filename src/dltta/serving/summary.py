@@ -32,8 +32,8 @@ class Summary:
         self.to_review = sum(reasons.get(reason, 0) for reason in REVIEW)
         if self.mostly_out_of_distribution:
             self.warnings.append(
-                f"{self._far} of {sum(self.decisions.values())} images are far out of distribution (ood-score): the model "
-                "was not trained for such images; have the predictions reviewed before anybody uses them"
+                f"{self._far} of {sum(self.decisions.values())} images are far out of distribution (ood-score): the "
+                "model was not trained for such images; have the predictions reviewed before anybody uses them"
             )
 
     @property
