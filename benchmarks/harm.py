@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from dltta.config import AdaptationSettings, make_adapter, open_dataset
-from dltta.data.case import Case
+from dltta.data.case import Case, Mapped
 from dltta.data.phantom import phantom
 from dltta.data.phantom.oct import OCT
-from dltta.data.preprocessing import Preprocessed, Preprocessing
+from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DlttaError
 from dltta.evaluation.provenance import Provenance
+from dltta.evaluation.run import DECISIONS
 from dltta.metrics import dice_per_class, mean_defined
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
 from dltta.models.nets.architecture import Architecture
@@ -51,18 +52,18 @@ class Bed:
     title: str
     checkpoint: Checkpoint
     genuine: Sequence[Item]
-    home: Sequence[Item]
+    source: Sequence[Item]
     empty: Sequence[Tensor] | None  # images in which there is nothing to segment
     settings: AdaptationSettings
     block: int  # genuine images between two blocks of useless ones
 
     def range(self) -> tuple[float, float]:
-        images = [item.image for item in self.home]
+        images = [item.image for item in self.source]
         return min(image.min().item() for image in images), max(image.max().item() for image in images)
 
 
 def streams(bed: Bed) -> dict[str, list[Item]]:
-    """Every stream by name; all but `home` hold the same genuine images in the same order."""
+    """Every stream by name; all but that of the source hold the same genuine images in the same order."""
     low, high = bed.range()
     shape, count = bed.genuine[0].image.shape, len(bed.genuine)
     noise = [low + (high - low) * torch.rand(shape, generator=torch.Generator().manual_seed(i)) for i in range(count)]
@@ -72,7 +73,7 @@ def streams(bed: Bed) -> dict[str, list[Item]]:
     third, half = count // 3, count // 2
     found = {
         "nothing harmful": list(bed.genuine),
-        "images of the source": list(bed.home),
+        "images of the source": list(bed.source),
         "noise between": between(bed.genuine, noise, bed.block),
         "constant images between": between(bed.genuine, constant, bed.block),
         "rate 1000 × too high": list(bed.genuine),
@@ -106,7 +107,7 @@ STRENGTHS = {
 
 
 def run(bed: Bed, items: Sequence[Item], strength: str, *, factor: float, guard: bool) -> dict[str, Any]:
-    """Scores by position (None where there is nothing to score) and verdicts."""
+    """Scores by position (None where there is nothing to score) and decisions of the guard."""
     alpha = bed.settings.alpha if strength == "default" else 1.0
     settings = replace(
         bed.settings,
@@ -116,42 +117,43 @@ def run(bed: Bed, items: Sequence[Item], strength: str, *, factor: float, guard:
     )
     adapter = make_adapter(bed.checkpoint, "tent", "relative", settings)
     scores: list[float | None] = []
-    verdicts: list[str | None] = []
+    decisions: list[str | None] = []
     for batch in batches(items, settings.batch_size or 1):
         x = torch.stack([item.image for item in batch])
         try:
             step = adapter.step(x)
         except DlttaError as error:  # without the guard: a loss that is no number
-            answers, rulings = [None] * len(batch), [f"{type(error).__name__}"] * len(batch)
+            predictions, decided = [None] * len(batch), [f"{type(error).__name__}"] * len(batch)
         else:
-            answers = list(step.logits.argmax(1))
-            rulings = [None if step.ruling is None else step.ruling.of(i).verdict for i in range(len(batch))]
-        scores += [score(bed, answer, item.label) for answer, item in zip(answers, batch, strict=True)]
-        verdicts += rulings
-    return {"scores": scores, "verdicts": verdicts}
+            predictions = list(step.logits.argmax(1))
+            ruling = step.ruling
+            decided = [None if ruling is None else DECISIONS[ruling.of(i).verdict] for i in range(len(batch))]
+        scores += [score(bed, predicted, item.label) for predicted, item in zip(predictions, batch, strict=True)]
+        decisions += decided
+    return {"scores": scores, "decisions": decisions}
 
 
-def as_trained(bed: Bed, items: Sequence[Item]) -> dict[str, Any]:
-    """Scores of the network without adaptation."""
+def source_model(bed: Bed, items: Sequence[Item]) -> dict[str, Any]:
+    """Scores of the source model."""
     adapter = make_adapter(bed.checkpoint, "source", "none", bed.settings)
-    answers = [adapter.step(item.image[None]).logits.argmax(1)[0] for item in items]
-    return {"scores": [score(bed, answer, item.label) for answer, item in zip(answers, items, strict=True)]}
+    predictions = [adapter.step(item.image[None]).logits.argmax(1)[0] for item in items]
+    return {"scores": [score(bed, predicted, item.label) for predicted, item in zip(predictions, items, strict=True)]}
 
 
 def batches(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def score(bed: Bed, answer: Tensor | None, label: Tensor | int | None) -> float | None:
-    """Mean Dice over the classes, or 1 and 0 for right and wrong, in percent; no answer is worth nothing."""
+def score(bed: Bed, predicted: Tensor | None, label: Tensor | int | None) -> float | None:
+    """Mean Dice over the classes, or 1 and 0 for right and wrong, in percent; no prediction is worth nothing."""
     if label is None:
         return None
-    if answer is None:
+    if predicted is None:
         return 0.0
     if bed.checkpoint.task == "classification":
-        return 100.0 * (int(answer) == int(label))
+        return 100.0 * (int(predicted) == int(label))
     assert isinstance(label, Tensor)
-    return 100 * mean_defined(dice_per_class(answer, label, len(bed.checkpoint.classes)))
+    return 100 * mean_defined(dice_per_class(predicted, label, len(bed.checkpoint.classes)))
 
 
 def measure(bed: Bed, wanted: Sequence[str]) -> dict[str, Any]:
@@ -160,7 +162,7 @@ def measure(bed: Bed, wanted: Sequence[str]) -> dict[str, Any]:
         if wanted and name not in wanted:
             continue
         factor = TOO_HIGH if name.startswith("rate") else 1
-        source = as_trained(bed, items)
+        source = source_model(bed, items)
         found["streams"][name] = {}
         for strength in STRENGTHS:
             free = run(bed, items, strength, factor=factor, guard=False)
@@ -169,7 +171,7 @@ def measure(bed: Bed, wanted: Sequence[str]) -> dict[str, Any]:
             found["streams"][name][strength] = entry
             means = {way: fmean(s for s in part["scores"] if s is not None) for way, part in entry.items()}
             print(bed.name, name, strength, {way: round(mean, 1) for way, mean in means.items()}, flush=True)
-            print("   ", dict(Counter(guarded["verdicts"])), flush=True)
+            print("   ", dict(Counter(guarded["decisions"])), flush=True)
     return found
 
 
@@ -213,7 +215,7 @@ def synthetic_histology(quick: bool) -> Bed:
 def own(model: Path, site: str, count: int) -> Bed:
     """A network of one's own on a site of one's own; its own site is not at hand, so its images stand for the range."""
     checkpoint = load_checkpoint(model)
-    found = items(Preprocessed(open_dataset(site), checkpoint.preprocessing), count)
+    found = items(Mapped(open_dataset(site), checkpoint.preprocessing.case), count)
     settings = AdaptationSettings(ready="neighbors", batch_size=1 if checkpoint.task == "segmentation" else 16)
     return Bed(
         model.name,

@@ -14,7 +14,8 @@ from dltta.data.formats.images import Image
 from dltta.data.inbox import find_incoming
 from dltta.data.preprocessing import Preprocessing
 from dltta.models.io.checkpoint import Checkpoint, save_checkpoint
-from dltta.models.io.opened import OpenedModel, Prepared, fingerprint
+from dltta.models.io.fingerprint import fingerprint
+from dltta.models.io.opened import OpenedModel, Prepared
 from dltta.models.nets.architecture import Architecture
 from dltta.recipes import Recipe
 from dltta.serving.folder import Stream
@@ -44,7 +45,7 @@ def save_model(folder: Path) -> Path:
 
 def _opened(given) -> OpenedModel:
     usual = {"prepare": prepare, "spatial_dims": 2, "in_channels": 1, "kind": "factory", "name": "small"}
-    return OpenedModel(**{"fingerprint": fingerprint({}, given["model"]), **usual, **given})
+    return OpenedModel(**{"fingerprint": fingerprint(given["model"]), **usual, **given})
 
 
 def prepare(image: Image) -> Prepared:

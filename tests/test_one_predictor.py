@@ -11,8 +11,8 @@ import torch
 from PIL import Image as Pillow
 
 from dltta.config import default_preprocessing, make_adapter, open_dataset
+from dltta.data.case import Mapped
 from dltta.data.inbox import find_incoming
-from dltta.data.preprocessing import Preprocessed
 from dltta.evaluation.run import run_stream
 from dltta.models.io.opened import OpenedModel, Window
 from dltta.models.io.opening import open_checkpoint, open_model
@@ -141,7 +141,7 @@ class Recording:
 def bench(opened, spec, recipe):
     """As `dltta bench` runs a stream: probabilities and a row per image."""
     recipe = recipe.resolved(opened.task, calibrated=opened.calibration is not None)
-    dataset = Preprocessed(open_dataset(spec), opened.checkpoint.preprocessing)
+    dataset = Mapped(open_dataset(spec), opened.checkpoint.preprocessing.case)
     again = open_checkpoint(opened.checkpoint, opened.name)
     recording = Recording(Predictor(again, make_adapter(again, recipe)))
     record = run_stream(recording, dataset, range(len(dataset)), batch_size=recipe.batch_size)

@@ -10,7 +10,9 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
 from dltta.config import open_dataset
-from dltta.evaluation import Results, by_target, markdown
+from dltta.evaluation.formats import markdown
+from dltta.evaluation.results import Results
+from dltta.evaluation.tables import by_target
 
 DOCS = Path(__file__).parent.parent
 COLORS = ["#000000", "#56b4e9", "#e69f00", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7", "#999999"]

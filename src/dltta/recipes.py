@@ -80,6 +80,13 @@ class Distance(StrEnum):
     COSINE = "cosine"
 
 
+class Positions(StrEnum):
+    """How Eq. (4) treats the positions of an image."""
+
+    MEAN = "mean"
+    SUM = "sum"
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Everything that decides what a stream of images does to a model; None stands for the paper's value for the task.
@@ -104,6 +111,7 @@ class Recipe:
     ready: Ready = Ready.FULL
     distance: Distance = Distance.L2
     pool: int | None = None  # positions per axis of the memory's keys; None keeps all, for images of one size
+    positions: Positions = Positions.MEAN
     prefill: bool = False  # the memory begins with the pairs of source images that the checkpoint keeps
     guard: bool = False
     name: str = "own"
@@ -148,9 +156,9 @@ class Recipe:
         if self.method in (Method.SOURCE, *UDA):
             return {"method": values["method"], "batch_size": values["batch_size"]}
         if self.method == Method.PTBN and not self.guard:
-            return {key: values[key] for key in ("method", "batch_size", "statistics")}
+            return {key: values[key] for key in ("method", "batch_size", "statistics", "mode")}
         if self.rate in (Rule.FIXED, NO_RATE):
-            for key in ("batches_kept", "neighbors", "ready", "distance", "pool", "prefill"):
+            for key in ("batches_kept", "neighbors", "ready", "distance", "pool", "positions", "prefill"):
                 del values[key]
         return values
 
@@ -194,13 +202,15 @@ def recipe_for(method: str, rate: str | None = None, **changes: Any) -> Recipe:
 
 def split_rate(rate: str) -> tuple[str, float | None]:
     """`fixed:1e-2` is the rule and its α; without one the recipe's α holds. `package.module:Class` is a rule."""
-    name, colon, alpha = rate.partition(":")
-    if colon and not _is_number(alpha) and "." in name:
+    name, colon, alpha = rate.rpartition(":") if ":" in rate else (rate, "", "")
+    known = [str(rule) for rule in (*Rule, *CONTROLS)]
+    if colon and name not in known and alpha.isidentifier():
         return rate, None
-    check_name("rate", name, (*Rule, *CONTROLS))
-    if colon and not _is_number(alpha):
-        raise SettingError(f"{rate!r} is not a rate; write a rule and its α, such as fixed:1e-2")
-    return name, float(alpha) if colon else None
+    require("rate", name, known)
+    try:
+        return name, float(alpha) if colon else None
+    except ValueError as error:
+        raise SettingError(f"{rate!r} is not a rate; write a rule and its α, such as fixed:1e-2") from error
 
 
 def check_name(what: str, found: str, known: Iterable[str]) -> str:
@@ -208,14 +218,6 @@ def check_name(what: str, found: str, known: Iterable[str]) -> str:
     if ":" not in found:
         require(what, found, [str(name) for name in known])
     return found
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def choice(field: str, value: Any, kind: type[StrEnum]) -> StrEnum:
@@ -228,6 +230,7 @@ def choice(field: str, value: Any, kind: type[StrEnum]) -> StrEnum:
 
 _CHOICES: dict[str, type[StrEnum]] = {
     "statistics": Statistics, "optimizer": Optimizer, "mode": Mode, "ready": Ready, "distance": Distance,
+    "positions": Positions,
 }  # fmt: skip
 _PAPER: dict[Task, dict[str, Any]] = {  # Sec. IV
     "segmentation": {"alpha": 1e-3, "batch_size": 1, "batches_kept": 20, "neighbors": 8},

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from dltta.cli.options import UDA, Device, Json, count_processes, require_device, split_names
+from dltta.cli.options import FLAG, UDA, Device, Json, count_processes, require_device, split_names
 from dltta.errors import SettingError
 from dltta.recipes import Method, Optimizer, Recipe
 
@@ -61,6 +61,14 @@ class Compared:
             show_default="sgd",
         ),
     ] = None
+    prefill: Annotated[
+        bool,
+        typer.Option(
+            "--prefill",
+            metavar=FLAG,
+            help="Begin each stream with features and predictions of source images in the memory.",
+        ),
+    ] = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +112,8 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="SITE",
-            help="Target site; its labels are used for scores only. Repeat for several.",
+            help="Target site; its labels are used for scores only. Repeat for several; sequence:SITE,SITE and "
+            "interleave:SITE,SITE are streams of several sites.",
             show_default="those of CONFIG",
         ),
     ] = None,
@@ -129,8 +138,8 @@ def bench(
     from dltta.cli.progress import bars
     from dltta.cli.report import show
     from dltta.config import build, read_toml
-    from dltta.evaluation import sentences
     from dltta.evaluation.experiment import Experiment, run_experiment
+    from dltta.evaluation.headline import sentences
     from dltta.training import TrainingSettings
     from dltta.training.settings import AUXILIARIES
 
@@ -138,12 +147,14 @@ def bench(
     training = {**table.pop("training", {}), **_given(epochs=compared.epochs)}
     optimizer = None if compared.optimizer is None else compared.optimizer.value
     adaptation = {**table.pop("adaptation", {}), **_given(alpha=compared.alpha, optimizer=optimizer)}
+    adaptation |= {"prefill": True} if compared.prefill else {}
     table |= _given(
         source=source, targets=target, output=_text(output), root=_text(running.root), work=_text(running.work),
         methods=split_names(compared.methods), rates=split_names(compared.rates), seeds=compared.seeds,
         orders=compared.orders,
     )  # fmt: skip
-    training.setdefault("with", [name for name in AUXILIARIES if name in table.get("methods", list(Method))])
+    needed = [*table.get("methods", list(Method)), *(["memory"] if adaptation.get("prefill") else [])]
+    training.setdefault("with", [name for name in AUXILIARIES if name in needed])
     experiment = build(
         Experiment,
         {

@@ -61,9 +61,9 @@ def demo(
 def _run(experiment: "Experiment", device: str, as_json: bool) -> dict[str, Any]:
     from dltta.cli.progress import bars
     from dltta.cli.report import show
-    from dltta.evaluation import sentences
     from dltta.evaluation.demo import NOTES
     from dltta.evaluation.experiment import run_experiment
+    from dltta.evaluation.headline import sentences
 
     processes = count_processes(None, device)
     with bars() as listener:

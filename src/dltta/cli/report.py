@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from dltta.evaluation import Results
+    from dltta.evaluation.results import Results
 
 
 def report(
@@ -28,8 +28,9 @@ def report(
         dltta report runs/ab
         dltta report runs/ab/results.json -o paper/tables
     """
-    from dltta.evaluation import Results, write_report
     from dltta.evaluation.experiment import write_tables
+    from dltta.evaluation.report import write_report
+    from dltta.evaluation.results import Results
 
     file = results / "results.json" if results.is_dir() else results
     loaded = Results.load(file)
@@ -44,7 +45,9 @@ def show(results: "Results") -> None:
     """The table and the sentences of results, on standard output."""
     from rich.console import Console
 
-    from dltta.evaluation import by_target, rich_table, sentences
+    from dltta.evaluation.formats import rich_table
+    from dltta.evaluation.headline import sentences
+    from dltta.evaluation.tables import by_target
 
     out = Console()
     out.print(rich_table(by_target(results)))

@@ -55,6 +55,14 @@ def reproduce(
             show_default="random weights",
         ),
     ] = None,
+    vgg: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="oct: torchvision's state dict of vgg19, by which uda-st compares styles.",
+            show_default="the source model's encoder",
+        ),
+    ] = None,
     test_time_only: Annotated[
         bool,
         typer.Option(
@@ -85,15 +93,15 @@ def reproduce(
     """Make a table or figure of the paper, our numbers beside the published ones.
 
     Tables: oct, histology (or camelyon17), prostate, initial-rates, orders, image-specific, steps, retrieval-size,
-    similarity. Figures: figure-segmentation, figure-loss, figure-retrieval. Models and streams are shared between them
-    and never run twice.
+    similarity. Figures: figure-rates, figure-segmentation, figure-loss, figure-retrieval. Models and streams are shared
+    between them and never run twice.
 
     Examples:
         dltta reproduce oct --phantom
         dltta reproduce prostate --data downloads/prostate --device cuda
     """
     from dltta.cli.progress import bars
-    from dltta.evaluation.paper.reproduce import Setup, check, chosen
+    from dltta.evaluation.paper.reproduce import REPRODUCTIONS, Setup, about, check, chosen
     from dltta.evaluation.paper.reproduce import reproduce as make
 
     names = chosen(name)
@@ -111,6 +119,7 @@ def reproduce(
         seed=seed,
         epochs=epochs,
         weights=weights,
+        vgg=vgg,
         test_time_only=test_time_only,
     )
     for each in names:
@@ -122,6 +131,7 @@ def reproduce(
     if as_json:
         typer.echo(json.dumps({each: [str(file) for file in files] for each, files in written.items()}))
         return
-    typer.echo(setup.about)
+    for bed in dict.fromkeys(REPRODUCTIONS[each].bed for each in names):
+        typer.echo(about(bed, setup))
     for files in written.values():
         typer.echo("\n".join(map(str, files)))

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dltta.core.discrepancy import Positions
 from dltta.core.neighbors import Distance as Distance
 from dltta.core.neighbors import nearest, squared_lengths
 from dltta.errors import InputError, SettingError, StateError
@@ -25,7 +26,8 @@ class MemoryBank:
     `ready="neighbors"` begins as soon as there are `neighbors` pairs. `dtype` keeps keys and values in a narrower
     type. `pool` averages feature maps to a fixed number of positions per axis before they become keys: then images of
     different size can share a bank, and a prediction is compared only with predictions of its own shape. Without
-    `pool` a second size is an error. One bank belongs to one adapter.
+    `pool` a second size is an error. `positions` says how the discrepancy with what is recalled treats positions
+    (`symmetric_kl`). One bank belongs to one adapter.
 
     Its size in bytes is capacity × (key elements + value elements) × bytes per element (`nbytes`), allocated once; four
     bytes per pair for the length of its key come on top.
@@ -41,6 +43,7 @@ class MemoryBank:
         ready: Ready = "full",
         dtype: torch.dtype | None = None,
         pool: int | Sequence[int] | None = None,
+        positions: Positions = "mean",
     ) -> None:
         if not 1 <= neighbors <= capacity:
             raise SettingError(f"neighbors must be from 1 to capacity, got {neighbors} of {capacity}")
@@ -48,6 +51,8 @@ class MemoryBank:
             raise SettingError(f"distance must be 'l2' or 'cosine', got {distance!r}")
         if ready not in ("full", "neighbors"):
             raise SettingError(f"ready must be 'full' or 'neighbors', got {ready!r}")
+        if positions not in ("mean", "sum"):
+            raise SettingError(f"positions must be 'mean' or 'sum', got {positions!r}")
         if dtype is not None and not dtype.is_floating_point:
             raise SettingError(f"dtype must be a floating-point type, got {dtype}")
         self.layer = layer
@@ -57,6 +62,7 @@ class MemoryBank:
         self.ready: Ready = ready
         self.dtype = dtype
         self.pool = pool
+        self.positions: Positions = positions
         self.clear()
 
     def clear(self) -> None:

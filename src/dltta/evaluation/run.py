@@ -43,7 +43,8 @@ class CaseRecord:
     label: int | None = None  # these three in classification only
     prediction: int | None = None
     probabilities: tuple[float, ...] | None = None
-    guard: str | None = None  # its verdict
+    decision: str | None = None  # of the guard, an `Outcome`
+    reason: str | None = None  # for the decision, a `Reason`
 
     @property
     def key(self) -> tuple[str, str]:
@@ -156,8 +157,10 @@ def _row(case: Case, answer: Tensor, dataset: Dataset, step: Step, position: int
     """The record of one case; an unlabeled one has no metrics."""
     numbers = (_finite(step.loss), _finite(step.discrepancy), _finite(step.rate))
     decision = decision_of(step)
-    verdict = None if decision is None else decision.of(position).outcome
-    row = CaseRecord(case.name, case.site, {}, seconds, *numbers, guard=verdict)
+    decided = None if decision is None else decision.of(position)
+    row = CaseRecord(case.name, case.site, {}, seconds, *numbers)
+    if decided is not None:
+        row = replace(row, decision=str(decided.outcome), reason=decided.reason and str(decided.reason))
     try:
         if dataset.task == "classification":
             return _classified(row, answer, case)

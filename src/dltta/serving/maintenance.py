@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save as tensors_to_bytes
-from torch import nn
 
 from dltta.errors import SettingError, StateError
 from dltta.files import write_atomically
@@ -114,24 +113,30 @@ def export(output: Path, opened: OpenedModel, target: Path, *, number: int | Non
         raise SettingError(f"{target} is there already and not empty; choose another folder")
     if not bundle and opened.kind == "bundle":
         raise SettingError(f"{opened.name} is a MONAI bundle and can only be exported as one; add --bundle")
-    version, model = adapted_network(output, opened, number)
+    version, adapted = adapted_model(output, opened, number)
     with on_disk(target):
         if bundle:
-            export_bundle(target, opened, model)
-        elif opened.checkpoint is not None:
-            record = {**opened.checkpoint.record, "adapted": {"version": version.number, "state": version.sha256}}
-            save_checkpoint(target, replace(opened.checkpoint, model=model, record=record))
+            export_bundle(target, adapted)
+        elif adapted.checkpoint is not None:
+            record = {**adapted.checkpoint.record, "adapted": {"version": version.number, "state": version.sha256}}
+            save_checkpoint(target, replace(adapted.checkpoint, model=adapted.model, record=record))
         else:
-            weights = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
+            state = adapted.model.state_dict()
+            weights = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
             write_atomically(target / "model.safetensors", tensors_to_bytes(weights))
     return target
 
 
-def adapted_network(output: Path, opened: OpenedModel, number: int | None = None) -> tuple[Version, nn.Module]:
-    """The source model with the parameters that a stream moved; its stored statistics are those of source training."""
+def adapted_model(output: Path, opened: OpenedModel, number: int | None = None) -> tuple[Version, OpenedModel]:
+    """The network that the stream's method starts from, with the parameters that the stream moved.
+
+    Its stored statistics are as they were.
+    """
     folder, version = _version(output, number)
-    if folder.description().get("network") != opened.fingerprint:
+    begun = folder.description()
+    if begun.get("network") != opened.fingerprint:
         raise StateError(f"{output} adapted another network than this one; give the model that it was begun with")
+    opened = opened.for_method(_method(folder, begun))
     model = copy.deepcopy(opened.model)
     own = dict(model.named_parameters())
     added = [name for name in version.state["extra"]["adapted"] if name not in own]
@@ -139,7 +144,14 @@ def adapted_network(output: Path, opened: OpenedModel, number: int | None = None
         raise SettingError(f"the method put {added[0]!r} into the network, which a plain network cannot hold")
     for name in version.state["extra"]["adapted"]:
         own[name].data.copy_(version.state["moving"][name])
-    return version, model
+    return version, replace(opened, model=model)
+
+
+def _method(folder: StateFolder, begun: Mapping[str, Any]) -> str:
+    recipe = begun.get("recipe")
+    if not isinstance(recipe, dict) or "method" not in recipe:
+        raise StateError(f"{folder.folder / 'stream.json'} was altered: it names no method")
+    return str(recipe["method"])
 
 
 def _entries(output: Path) -> Iterator[Fields]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from dltta.core.adapter import Adapter
 from dltta.data.formats import dicom
-from dltta.data.formats.images import ENDINGS
+from dltta.data.formats.format import endings
 from dltta.errors import SettingError, StateError
 from dltta.files import remove_parts
 from dltta.serving.index import PredictionTable, StreamIndex
@@ -96,7 +96,7 @@ def _require_same(found: Mapping[str, Any], wanted: Mapping[str, Any], output: P
 
 def _require_no_foreign_files(output: Path) -> None:
     """A new stream must not replace files of somebody else."""
-    endings = (*ENDINGS, *dicom.ENDINGS, ".npz")
-    there = [path.name for path in output.iterdir() if path.name.lower().endswith(endings) or path.name == TABLE]
+    ours = (*endings(), *dicom.ENDINGS, ".npz")
+    there = [path.name for path in output.iterdir() if path.name.lower().endswith(ours) or path.name == TABLE]
     if there:
         raise SettingError(f"{output} holds {min(there)}, which is not ours; choose an empty folder")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dltta.data.formats.images import ENDINGS, ending
+from dltta.data.formats.format import ending, endings, format_of
 from dltta.data.inbox import Incoming
 from dltta.data.outputs import write_prediction, write_probabilities
 from dltta.errors import DataError, StateError
@@ -88,7 +88,8 @@ def _described(files: Sequence[Path]) -> Fields:
 def _ending(earlier: str, case: Incoming) -> str:
     """The ending of a copied prediction: that of this case's own file where both are of one format."""
     own = ending(case.files[0])
-    return own if own is not None and earlier in ENDINGS and ENDINGS[own] == ENDINGS[earlier] else earlier
+    alike = own is not None and earlier in endings() and format_of(Path(f"_{earlier}")) is format_of(case.files[0])
+    return own if own is not None and alike else earlier
 
 
 def _is_of_the_disk(error: DataError) -> bool:

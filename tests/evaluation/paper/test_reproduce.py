@@ -6,14 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image as Pillow
 
 import dltta.evaluation.paper.reproduce
-from dltta.config import METHODS, AdaptationSettings, default_preprocessing, open_dataset
+from commands import typed
+from dltta.config import default_preprocessing, open_dataset
+from dltta.data.case import Case
 from dltta.data.datasets.oct import CIRRUS_SPACING, LAYERS, SPECTRALIS_SPLIT
 from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DataError, SettingError
-from dltta.evaluation import Results
 from dltta.evaluation.experiment import Experiment
 from dltta.evaluation.paper.published import (
     Number,
@@ -27,6 +29,7 @@ from dltta.evaluation.paper.published import (
 )
 from dltta.evaluation.paper.reproduce import (
     ON_PHANTOMS,
+    PAPER_METHODS,
     REPRODUCTIONS,
     WITH_TARGET,
     Setup,
@@ -35,9 +38,11 @@ from dltta.evaluation.paper.reproduce import (
     reproduce,
     runs_of,
 )
+from dltta.evaluation.results import Results
+from dltta.recipes import Recipe
 from dltta.training import TrainingSettings
+from dltta.training.examples import split_by_group
 from evaluation.small_results import results, stream
-from streams import typed
 
 NAMES = list(REPRODUCTIONS)
 
@@ -204,13 +209,24 @@ def test_the_papers_settings_on_the_papers_data(tmp_path):
         assert (found.batch_size, found.batches_kept, found.neighbors, found.alpha) == (batch, kept, neighbors, alpha)
         assert (found.steps, found.mode, found.optimizer, found.distance) == (1, "continual", "sgd", "l2")
         assert (base.training.epochs, base.training.with_, base.uda) == (100, ("ttt", "atta"), {})
-        assert base.methods == (*METHODS, *WITH_TARGET[bed])
-    assert base_experiment("oct", replace(setup, test_time_only=True)).methods == METHODS
+        assert base.methods == (*PAPER_METHODS, *WITH_TARGET[bed])
+    assert base_experiment("oct", replace(setup, test_time_only=True)).methods == PAPER_METHODS
     assert base_experiment("oct", setup).source == ("oct:spectralis:train+val@data",)
+    assert base_experiment("oct", setup).training.validation == ("hc09", "ms13", "ms14")
     assert base_experiment("prostate", setup).training.patch == (80, 80, 80)
     assert [spec.split("@")[0] for spec in base_experiment("histology", setup).targets] == [
         "camelyon17:center_1", "camelyon17:center_2",
     ]  # fmt: skip
+
+
+def test_the_retinal_slices_are_split_as_in_the_paper(tmp_path):
+    subjects = [subject for part in ("train", "val") for subject in SPECTRALIS_SPLIT[part]]
+    image = torch.zeros(1, 1, 1)
+    cases = [Case(f"{subject}_{n}", "spectralis", subject, image) for subject in subjects for n in range(49)]
+    held = base_experiment("oct", Setup(tmp_path, Path("data"))).training.validation
+    training, validation = split_by_group(cases, held, seed=3)
+    assert (len(training), len(validation)) == (588, 147)
+    assert {cases[i].group for i in validation} == set(SPECTRALIS_SPLIT["val"])
 
 
 def test_what_each_ablation_changes(tmp_path):
@@ -252,7 +268,7 @@ def tiny(bed, setup):
         seeds=setup.seeds,
         uda={"udas": {"epochs": 1, "width": 2}},
         training=TrainingSettings(epochs=1, batch_size=2, validation=0.25),
-        adaptation=AdaptationSettings(batches_kept=2, neighbors=2).for_task("segmentation"),
+        adaptation=Recipe(batches_kept=2, neighbors=2).resolved("segmentation", calibrated=False),
     )
 
 
@@ -348,9 +364,9 @@ def test_the_retrieval_figure_is_drawn_from_the_table(work, monkeypatch, plain_r
 
 
 def is_drawn(path):
-    """A picture that is not of one color."""
-    with Pillow.open(path) as picture:
-        return picture.format == "PNG" and len(np.unique(np.asarray(picture.convert("L")))) > 20
+    """An image that is not of one color."""
+    with Pillow.open(path) as image:
+        return image.format == "PNG" and len(np.unique(np.asarray(image.convert("L")))) > 20
 
 
 # ---- published data on disk
@@ -427,7 +443,7 @@ def test_wrong_data_are_one_line_that_lists_what_is_missing(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["oct"], "give --data DIR with the published data, or --phantom"),
+        (["oct"], "give --data FOLDER with the published data, or --phantom"),
         (["oct", "--phantom", "--data", "x"], "--data and --phantom exclude each other"),
         (["otc", "--phantom"], "no table or figure 'otc'; did you mean 'oct'?"),
         (["oct", "--data", "nowhere"], "there is no folder nowhere"),
@@ -450,7 +466,7 @@ def test_a_mistake_is_one_line_and_writes_nothing(monkeypatch, capsys, tmp_path,
 def test_help_shows_an_example_and_every_name(monkeypatch, capsys):
     code, out, _ = typed(monkeypatch, capsys, "reproduce", "--help")
     assert code == 0
-    assert "dltta reproduce oct --phantom" in out.split("For example")[1]
+    assert "dltta reproduce oct --phantom" in out.split("Examples")[1]
     assert all(name in out for name in NAMES)
 
 
