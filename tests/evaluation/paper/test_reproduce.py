@@ -18,6 +18,7 @@ from dltta.data.datasets.oct import CIRRUS_SPACING, LAYERS, SPECTRALIS_SPLIT
 from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DataError, NonFiniteError, SettingError
 from dltta.evaluation.experiment import Experiment
+from dltta.evaluation.paper.pages import write_pages
 from dltta.evaluation.paper.published import (
     RATE,
     Derived,
@@ -662,8 +663,40 @@ def test_the_command_says_what_it_wrote(work, small_base, monkeypatch, capsys):
     said, *files = out.splitlines()
     assert said.startswith(ON_PHANTOMS)
     assert files == [*(str(work / "oct-phantom" / f"table.{e}") for e in ("md", "tex", "csv"))]
-    code, out, _ = typed(monkeypatch, capsys, "reproduce", "oct", "--phantom", "-o", work, "-j", "1", "--json")
+    options = ("--phantom", "-o", work, "-j", "1", "--json", "--pages", work / "pages")
+    code, out, _ = typed(monkeypatch, capsys, "reproduce", "oct", *options)
     assert json.loads(out)["oct"][0].endswith("table.md")
+    assert json.loads(out)["pages"][0] == str(work / "pages" / "index.md")
+
+
+def test_pages_are_made_from_results_with_the_published_numbers_beside(work, small_base, tmp_path):
+    setup = Setup(work)
+    names = ["similarity", "figure-rates"]
+    for name in names:
+        reproduce(name, setup)
+    files = write_pages(names, setup, tmp_path)
+    assert [file.name for file in files] == [
+        "index.md", "similarity.md", "similarity.csv", "figure-rates.md", "figure-rates.csv", "figure-rates.png",
+        "provenance.json",
+    ]  # fmt: skip
+    for page in ("index.md", "similarity.md", "figure-rates.md"):
+        assert (tmp_path / page).read_text().split("\n\n")[1].startswith("The published data were not at hand: ")
+    page = (tmp_path / "similarity.md").read_text()
+    assert "dltta reproduce similarity --phantom --seeds 1" in page
+    assert (work / "similarity-phantom" / "table.md").read_text() in page
+    assert "82.63 ± 0.06" in page
+    assert "![Discrepancy, learning rate and Dice" in (tmp_path / "figure-rates.md").read_text()
+    assert is_drawn(tmp_path / "figure-rates.png")
+    assert "- [similarity](similarity.md): Average Dice" in (tmp_path / "index.md").read_text()
+    kept = json.loads((tmp_path / "provenance.json").read_text())
+    assert set(kept["similarity"]) == {"l2", "cosine"}
+    assert {"config", "provenance", "summary"} == set(kept["similarity"]["l2"])
+
+
+def test_pages_need_finished_runs(tmp_path, work, small_base):
+    with pytest.raises(DataError, match=r"no .*steps-1.results.json; run `dltta reproduce steps` first"):
+        write_pages(["steps"], Setup(tmp_path), tmp_path / "pages")
+    assert not (tmp_path / "pages").exists()
 
 
 @pytest.mark.slow
