@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from dltta.config import AdaptationSettings, make_adapter, open_dataset
-from dltta.data.case import Case
+from dltta.data.case import Case, Mapped
 from dltta.data.phantom import phantom
 from dltta.data.phantom.oct import OCT
-from dltta.data.preprocessing import Preprocessed, Preprocessing
+from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DlttaError
 from dltta.evaluation.provenance import Provenance
 from dltta.evaluation.run import DECISIONS
@@ -215,7 +215,7 @@ def synthetic_histology(quick: bool) -> Bed:
 def own(model: Path, site: str, count: int) -> Bed:
     """A network of one's own on a site of one's own; its own site is not at hand, so its images stand for the range."""
     checkpoint = load_checkpoint(model)
-    found = items(Preprocessed(open_dataset(site), checkpoint.preprocessing), count)
+    found = items(Mapped(open_dataset(site), checkpoint.preprocessing.case), count)
     settings = AdaptationSettings(ready="neighbors", batch_size=1 if checkpoint.task == "segmentation" else 16)
     return Bed(
         model.name,

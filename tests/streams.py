@@ -8,14 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from dltta.serving.settings import Deployment, StreamSettings
 from PIL import Image as Pillow
 
 from dltta.data.formats.images import Image
 from dltta.data.inbox import find_incoming
-from dltta.models.io.opened import OpenedModel, Prepared, fingerprint
+from dltta.models.io.fingerprint import fingerprint
+from dltta.models.io.opened import OpenedModel, Prepared
 from dltta.recipes import Recipe
 from dltta.serving.folder import Stream
+from dltta.serving.settings import Deployment, StreamSettings
 from networks import Classifier, Segmenter, trained
 
 SEGMENTS, CLASSES = ("background", "a", "b"), ("x", "y", "z")
@@ -32,7 +33,7 @@ def classifier(**changes) -> OpenedModel:
 
 def _opened(given) -> OpenedModel:
     usual = {"prepare": prepare, "spatial_dims": 2, "in_channels": 1, "kind": "factory", "name": "small"}
-    return OpenedModel(**{"fingerprint": fingerprint({}, given["model"]), **usual, **given})
+    return OpenedModel(**{"fingerprint": fingerprint(given["model"]), **usual, **given})
 
 
 def prepare(image: Image) -> Prepared:

@@ -8,11 +8,11 @@ from PIL import Image as Pillow
 
 from dltta import Exponential, Fixed, Proportional
 from dltta.config import (
-    AdaptationSettings,
     TrainConfig,
     build,
     default_architecture,
     default_preprocessing,
+    make_adapter,
     make_rate,
     make_uda,
     open_dataset,
@@ -22,7 +22,9 @@ from dltta.config import (
 from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DataError, SettingError
 from dltta.evaluation.experiment import Experiment
+from dltta.recipes import paper
 from dltta.training import TrainingSettings
+from streams import classifier, segmenter
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -59,13 +61,15 @@ def test_files_that_are_not_toml(tmp_path):
 
 
 def test_the_papers_settings_fill_what_was_not_given():
-    segmentation = AdaptationSettings().for_task("segmentation")
-    assert (segmentation.alpha, segmentation.batch_size, segmentation.memory().capacity) == (1e-3, 1, 20)
-    assert segmentation.memory().neighbors == 8
-    classification = AdaptationSettings().for_task("classification")
-    assert (classification.alpha, classification.batch_size, classification.memory().capacity) == (3e-4, 200, 800)
-    assert classification.memory().neighbors == 12
-    assert AdaptationSettings(batch_size=16).for_task("classification").memory().capacity == 64
+    segmentation = paper().resolved("segmentation", calibrated=False)
+    assert (segmentation.alpha, segmentation.batch_size) == (1e-3, 1)
+    bank = make_adapter(segmenter(), segmentation).memory
+    assert (bank.capacity, bank.neighbors) == (20, 8)
+    classification = paper().resolved("classification", calibrated=False)
+    assert (classification.alpha, classification.batch_size) == (3e-4, 200)
+    bank = make_adapter(classifier(), classification).memory
+    assert (bank.capacity, bank.neighbors) == (800, 12)
+    assert make_adapter(classifier(), paper().changed(batch_size=16)).memory.capacity == 64
 
 
 def test_rates_by_name():

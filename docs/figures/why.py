@@ -16,7 +16,7 @@ import torch
 from matplotlib.figure import Figure
 
 from dltta.config import make_statistics, read_toml
-from dltta.data.preprocessing import Preprocessed
+from dltta.data.case import Mapped
 from dltta.evaluation.experiment import Experiment
 from dltta.metrics import dice_per_class, mean_defined
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
@@ -71,7 +71,7 @@ def at_source(checkpoint: Checkpoint, experiment: Experiment, config: dict) -> d
 def at_targets(checkpoint: Checkpoint, experiment: Experiment) -> dict:
     found = {}
     for target in experiment.targets:
-        site = Preprocessed(experiment.open(target), checkpoint.preprocessing)
+        site = Mapped(experiment.open(target), checkpoint.preprocessing.case)
         step = max(1, len(site) // MOST)
         cases = [site[i] for i in range(0, len(site), step)][:MOST]
         found[Path(target).name] = [(case.image, case.label) for case in cases]

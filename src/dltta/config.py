@@ -1,6 +1,5 @@
 """The boundary: names become objects here and nowhere else, and a misspelled one is answered with the right one."""
 
-import inspect
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -26,7 +25,7 @@ from dltta.data.streams import SiteStream, split_stream
 from dltta.errors import DataError, SettingError, require
 from dltta.models.calibration import Calibration
 from dltta.models.io.checkpoint import Checkpoint
-from dltta.models.io.factories import import_object
+from dltta.models.io.factories import arguments, import_object, required_arguments
 from dltta.models.io.opened import OpenedModel
 from dltta.models.nets.architecture import BUILDERS, Architecture
 from dltta.models.normalization import BATCH_STATISTICS
@@ -69,7 +68,11 @@ class TrainConfig:
 
 
 def make_adapter(model: Checkpoint | OpenedModel, recipe: Recipe) -> Adapter:
-    """The adapter that runs this recipe on this model; `Recipe.resolved` fills what the recipe leaves to the paper."""
+    """The adapter that runs this recipe on this model; `Recipe.resolved` fills what the recipe leaves to the paper.
+
+    It starts from the network that the method starts from (`Checkpoint.for_method`).
+    """
+    model = model.for_method(recipe.method)
     recipe = recipe.resolved(model.task, calibrated=model.calibration is not None)
     if recipe.method in (Method.SOURCE, *UDA):  # the source model exactly; the others adapted in training
         return Adapter(model.model, Source(), layout="given" if recipe.method == Method.SOURCE else "auto")
@@ -113,13 +116,13 @@ def make_objective(
     if ":" in method:
         made = _own(method, statistics=statistics)
         if not isinstance(made, Preparation):
-            raise SettingError(f"{method} gives a {type(made).__name__} without prepare(model); see dltta.testing")
+            raise SettingError(f"{method} has no prepare(model), which every method needs; see docs/methods.md")
         return made
     require("method", method, [str(name) for name in Method])
     if method == Method.TTT:
         part = model.rotation
         if part is None:
-            raise SettingError("this model has no rotation head, which TTT needs; train it with `--with ttt`")
+            raise SettingError("this network has no rotation head, which TTT needs; take model.for_method('ttt')")
         return TTT(part.head, part.layer, part.shared, statistics)
     if method == Method.ATTA:
         parts = model.reconstructions
@@ -139,7 +142,7 @@ def make_rate(rate: str, alpha: float, calibration: Calibration | None = None) -
     if ":" in rate:
         made: AnyRate = _own(rate, alpha=alpha)
         if not callable(made):
-            raise SettingError(f"{rate} gives a {type(made).__name__}, which cannot be called; see dltta.testing")
+            raise SettingError(f"{rate} gives a {type(made).__name__}, which cannot be called; see docs/methods.md")
         return made
     require("rate", rate, [str(name) for name in Rule])
     if rate == Rule.RELATIVE:
@@ -155,17 +158,11 @@ def make_rate(rate: str, alpha: float, calibration: Calibration | None = None) -
 def _own(spec: str, **offered: Any) -> Any:
     """An object of somebody's own class, made with those of the offered arguments that it takes."""
     made = import_object(spec)
-    taken = inspect.signature(made).parameters
-    missing = [
-        name
-        for name, parameter in taken.items()
-        if parameter.default is parameter.empty
-        and name not in offered
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
+    missing = [name for name in required_arguments(made) if name not in offered]
     if missing:
-        raise SettingError(f"{spec} needs the argument {missing[0]!r}; name a class or function that needs none")
-    return made(**{name: value for name, value in offered.items() if name in taken})
+        passed = " and ".join(offered)
+        raise SettingError(f"{spec} needs the argument {missing[0]!r}; give it a default, only {passed} is passed")
+    return made(**{name: value for name, value in offered.items() if name in arguments(made)})
 
 
 def _make_memory(model: Checkpoint | OpenedModel, recipe: Recipe) -> MemoryBank:

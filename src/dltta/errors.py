@@ -42,7 +42,7 @@ class DataError(DlttaError, ValueError):
 
 def require(what: str, found: str, known: Iterable[str]) -> None:
     """Raise with the nearest right spelling unless `found` is known."""
-    known = list(known)
+    known = [str(name) for name in known]  # members of an enum are shown as they are written
     if found in known:
         return
     close = difflib.get_close_matches(found, known, n=1, cutoff=0.5)

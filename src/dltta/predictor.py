@@ -120,7 +120,7 @@ def load(opened: OpenedModel, image: Image, digest: str) -> Loaded:
 
 
 class Predictor:
-    """Predicts cases with an adapter; with a `shadow` the adapter only learns, and the shadow predicts."""
+    """Predicts cases with an adapter; with a `shadow` (a source model) the adapter only learns, the shadow predicts."""
 
     def __init__(self, opened: OpenedModel, adapter: Adapter, shadow: Adapter | None = None) -> None:
         window = opened.window if opened.task == "segmentation" else None
@@ -133,6 +133,7 @@ class Predictor:
         return self._adapting.step(x, case=case)
 
     def segment(self, name: str, loaded: Loaded) -> Prediction:
+        """A whole image, or a volume slice by slice."""
         predictions = [self._part(name, part) for part in loaded.parts]
         if loaded.axis is None:
             return predictions[0]
@@ -177,7 +178,7 @@ class Predictor:
         return Prediction(part.restore(given), step, decision_of(step), change)
 
     def _ask(self, x: Tensor, case: str) -> tuple[Step, Tensor, Tensor]:
-        """Adapt; the probabilities to give, and those of the adapted network (B, classes, *positions)."""
+        """Adapt; the probabilities to predict with, and those of the adapted network (B, classes, *positions)."""
         step = self.step(x, case=case)
         adapted = _finite(step, case)
         if self._shadow is None:

@@ -119,7 +119,7 @@ class Recipe:
     def __post_init__(self) -> None:
         for field, kind in _CHOICES.items():
             if (value := getattr(self, field)) is not None:
-                object.__setattr__(self, field, _choice(field, value, kind))
+                object.__setattr__(self, field, choice(field, value, kind))
         for field in ("steps", "batch_size", "batches_kept", "neighbors", "pool"):
             if (value := getattr(self, field)) is not None and value < 1:
                 raise SettingError(f"{field} must be at least 1, got {value}")
@@ -156,7 +156,7 @@ class Recipe:
         if self.method in (Method.SOURCE, *UDA):
             return {"method": values["method"], "batch_size": values["batch_size"]}
         if self.method == Method.PTBN and not self.guard:
-            return {key: values[key] for key in ("method", "batch_size", "statistics")}
+            return {key: values[key] for key in ("method", "batch_size", "statistics", "mode")}
         if self.rate in (Rule.FIXED, NO_RATE):
             for key in ("batches_kept", "neighbors", "ready", "distance", "pool", "positions", "prefill"):
                 del values[key]
@@ -202,13 +202,15 @@ def recipe_for(method: str, rate: str | None = None, **changes: Any) -> Recipe:
 
 def split_rate(rate: str) -> tuple[str, float | None]:
     """`fixed:1e-2` is the rule and its α; without one the recipe's α holds. `package.module:Class` is a rule."""
-    name, colon, alpha = rate.partition(":")
-    if colon and not _is_number(alpha) and "." in name:
+    name, colon, alpha = rate.rpartition(":") if ":" in rate else (rate, "", "")
+    known = [str(rule) for rule in (*Rule, *CONTROLS)]
+    if colon and name not in known and alpha.isidentifier():
         return rate, None
-    check_name("rate", name, (*Rule, *CONTROLS))
-    if colon and not _is_number(alpha):
-        raise SettingError(f"{rate!r} is not a rate; write a rule and its α, such as fixed:1e-2")
-    return name, float(alpha) if colon else None
+    require("rate", name, known)
+    try:
+        return name, float(alpha) if colon else None
+    except ValueError as error:
+        raise SettingError(f"{rate!r} is not a rate; write a rule and its α, such as fixed:1e-2") from error
 
 
 def check_name(what: str, found: str, known: Iterable[str]) -> str:
@@ -218,15 +220,8 @@ def check_name(what: str, found: str, known: Iterable[str]) -> str:
     return found
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _choice(field: str, value: Any, kind: type[StrEnum]) -> StrEnum:
+def choice(field: str, value: Any, kind: type[StrEnum]) -> StrEnum:
+    """The value as one of a kind of choices."""
     try:
         return kind(value)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Contract checks for objectives and learning rates written outside this package.
+"""Contract checks for objectives, learning rates and image formats written outside this package.
 
 An objective may have more than `prepare` and a loss: see `dltta.core.objectives.objective`. What it has is checked too.
 
@@ -11,16 +11,21 @@ Run them in your own test suite: each raises `AssertionError` with what the clas
 """
 
 import copy
+import io
 import math
+import tempfile
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dltta.core.adapter import Adapter
 from dltta.core.objectives.objective import Objective, Preparation
 from dltta.core.rates import AnyRate, Fixed, Signals, takes_signals
-from dltta.errors import DlttaError
+from dltta.data.formats.format import MALFORMED, START, Format, ending_among
+from dltta.errors import DataError, DlttaError
 
 DISCREPANCIES = (0.0, 1e-9, 1e-3, 0.5, 1.0, 10.0)
 
@@ -62,6 +67,42 @@ def check_rate(rate: AnyRate) -> None:
     again = [_ask(copy.deepcopy(rate), discrepancy) for discrepancy in stream]
     assert given == again, f"{name} must give the same from the same state"
     _check_rate_resumes(name, rate, stream)
+
+
+def check_format(format: Format, example: Path | str) -> None:
+    """Check an image format on one of its files: header, pixels, a mask written and read back, damaged files."""
+    example = Path(example)
+    assert isinstance(format, Format), f"{type(format).__name__} must have all that Format names"
+    name, ending = format.name, ending_among(example, format.endings)
+    assert ending is not None, f"{name}.endings must hold the example's, in lower case with its dot: {example.name}"
+    content = example.read_bytes()
+    assert format.begins(content[:START]), f"{name}.begins must know its own file"
+    for other in (b"", bytes(START), b"text " * 20):
+        assert not format.begins(other), f"{name}.begins must not take {other[:9]!r}... for its own"
+    geometry, pixels = format.read_geometry(example), format.read_pixels(example)
+    assert geometry.kind == name.lower(), f"{name} must call its geometries {name.lower()!r}, not {geometry.kind!r}"
+    wanted = (geometry.channels, *geometry.shape)
+    assert pixels.shape == wanted, f"{name}.read_pixels must give {wanted} as its geometry, gives {pixels.shape}"
+    assert np.array_equal(pixels, format.read_pixels(example)), f"{name}.read_pixels must give the same values again"
+    with tempfile.TemporaryDirectory() as folder:
+        for highest in (1, 255, 65535):
+            labels = np.arange(math.prod(geometry.shape)).reshape(geometry.shape) % (highest + 1)
+            stored = labels.astype(np.uint8 if highest < 256 else np.uint16)
+            format.write_classes(written := io.BytesIO(), stored, geometry, ending)
+            path = Path(folder, f"mask{ending}")
+            path.write_bytes(written.getvalue())
+            found = format.read_classes(path)
+            assert np.array_equal(found, labels), f"{name} must read the class values 0..{highest} that it wrote"
+            assert format.read_geometry(path).shape == geometry.shape, f"{name} must write masks of the image's size"
+        for length in (0, 1, len(content) // 2):
+            path = Path(folder, f"cut{ending}")
+            path.write_bytes(content[:length])
+            try:
+                format.read_geometry(path)
+                same = np.array_equal(format.read_pixels(path), pixels)
+            except (DataError, *MALFORMED):
+                same = True
+            assert same, f"{name} must refuse a file that is cut after {length} of {len(content)} bytes"
 
 
 def _ask(rate: AnyRate, discrepancy: float | None) -> list[Any]:

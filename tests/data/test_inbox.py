@@ -1,7 +1,9 @@
 import hashlib
 import os
 import shutil
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import nibabel as nib
 import numpy as np
@@ -14,7 +16,7 @@ from PIL import Image as Pillow
 
 from dicoms import write_dicom, write_series
 from dltta.data.formats import dicom
-from dltta.data.inbox import Incoming, digest, find_incoming, read_incoming, watch_incoming
+from dltta.data.inbox import Incoming, digest, find_incoming, read_incoming
 from dltta.errors import DataError, SettingError
 
 GREY = np.arange(12, dtype=np.uint8).reshape(3, 4)
@@ -92,7 +94,7 @@ def test_a_single_file_is_one_case_whatever_lies_beside_it(tmp_path):
     )
     assert (slice_.name, slice_.kind) == ("IM_0000", "dicom")
     (tmp_path / "a.jpg").write_bytes(b"")
-    with pytest.raises(DataError, match="neither DICOM nor one of .png"):
+    with pytest.raises(DataError, match="neither DICOM nor one of .nii"):
         find_incoming(tmp_path / "a.jpg")
 
 
@@ -147,7 +149,7 @@ def test_a_folder_without_images_says_what_is_there(tmp_path):
     for name in ("a.jpg", "b.jpg", "README"):
         (tmp_path / name).write_bytes(b"")
     (tmp_path / "more").mkdir()
-    with pytest.raises(DataError, match="no images, found 2 .jpg, 1 file without ending, 1 folders; give"):
+    with pytest.raises(DataError, match="no images, found 2 .jpg, 1 without ending; give"):
         find_incoming(tmp_path)
     with pytest.raises(DataError, match="no such file or folder"):
         find_incoming(tmp_path / "nowhere")
@@ -189,7 +191,7 @@ def test_any_name_gives_one_safe_name_or_nothing(tmp_path, stem):
     shutil.rmtree(tmp_path / "in", ignore_errors=True)
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / f"{stem}.png").write_bytes(b"")
-    if stem.startswith(".") or stem.endswith("_probabilities"):
+    if stem.startswith((".", "~")) or stem.endswith("_probabilities"):
         return
     [case] = find_incoming(tmp_path / "in")
     assert not set(case.name) & set("/\\\n\r\0\x1b")
@@ -242,29 +244,11 @@ def test_an_unreadable_slice_is_its_series_problem_not_a_shorter_volume(tmp_path
 def test_what_is_no_image_of_the_patient_is_ignored(tmp_path):
     write_series(tmp_path / "p", np.zeros((2, 4, 5), np.int16))
     write_dicom(tmp_path / "p" / "seg.dcm", GREY, SOPClassUID="1.2.840.10008.5.1.4.1.1.66.4")
-    write_dicom(tmp_path / "p" / "report.dcm", GREY, Rows=None)
+    write_dicom(tmp_path / "p" / "report.dcm", GREY, Rows=None, SOPClassUID="1.2.840.10008.5.1.4.1.1.88.11")
     write_dicom(tmp_path / "DICOMDIR", GREY)
-    assert [(c.name, len(c.files)) for c in find_incoming(tmp_path)] == [("p", 2)]
-
-
-def test_a_sub_folder_that_goes_is_no_case_and_one_that_cannot_be_listed_is_a_problem(tmp_path, monkeypatch):
-    png(tmp_path / "a.png")
-    (tmp_path / "locked").mkdir()
-    listed = type(tmp_path).iterdir
-
-    def iterdir(folder):
-        if folder == tmp_path:
-            (tmp_path / "gone").mkdir(exist_ok=True)
-        if folder.name == "gone":
-            folder.rmdir()
-        if folder.name == "locked":
-            raise PermissionError(13, "Permission denied")
-        return listed(folder)
-
-    monkeypatch.setattr(type(tmp_path), "iterdir", iterdir)
-    a, locked = find_incoming(tmp_path)
-    assert (a.name, a.problem) == ("a", None)
-    assert (locked.name, "cannot be listed (Permission denied)" in locked.problem) == ("locked", True)
+    found = find_incoming(tmp_path)
+    assert [(c.name, len(c.files)) for c in found] == [("p", 2)]
+    assert str(found.ignored) == "ignored: 3 DICOM without an image"
 
 
 def test_dicom_without_the_extra_says_how_to_install_it(tmp_path, monkeypatch):
@@ -336,172 +320,238 @@ def test_malformed_files_are_found_and_refused_when_read(tmp_path):
             read_incoming(case)
 
 
-# watching
-
-
-class Clock:
-    """Time that passes only when somebody sleeps, and what happens at which second."""
-
-    def __init__(self, **events):
-        self.now = 0.0
-        self.events = {float(name.removeprefix("at_")): event for name, event in events.items()}
-
-    def __call__(self):
-        return self.now
-
-    def sleep(self, seconds):
-        assert self.now < 1000, "watched for too long"
-        self.now += seconds
-        for moment in sorted(self.events):
-            if moment <= self.now:
-                self.events.pop(moment)()
-
-
-def watched(folder, clock, **options):
-    """(second, name) of every case of a watch."""
-    return [(clock.now, case.name) for case in watch_incoming(folder, clock=clock, sleep=clock.sleep, **options)]
-
-
-def test_a_case_is_taken_when_it_stands_still_and_the_watch_ends_when_nothing_comes(tmp_path):
-    png(tmp_path / "a.png")
-    clock = Clock(at_3=lambda: png(tmp_path / "b.png"))
-    assert watched(tmp_path, clock, idle=5) == [(1, "a"), (4, "b")]
-    assert clock.now == 9
-
-
-def test_a_file_that_grows_is_left_alone_until_it_is_whole(tmp_path):
-    path = tmp_path / "a.png"
-
-    def grow():
-        with path.open("ab") as file:
-            file.write(b"more")
-
-    clock = Clock(at_1=grow, at_2=grow, at_3=grow)
-    assert watched(tmp_path, clock, idle=5) == [(4, "a")]
-
-
-def test_a_file_that_grows_without_a_new_time_is_left_alone(tmp_path):
-    path = tmp_path / "a.png"
-
-    def grow():
-        with path.open("ab") as file:
-            file.write(b"more")
-        os.utime(path, (5, 5))
-
-    grow()
-    assert watched(tmp_path, Clock(at_1=grow, at_2=grow), idle=5) == [(3, "a")]
-
-
-def test_nothing_is_given_up_that_may_still_become_whole(tmp_path):
-    png(tmp_path / "a_0000.png")
-    assert watched(tmp_path, Clock(), settle=9, idle=2) == [(9, "a")]
-
-
-def test_a_file_rewritten_in_place_has_another_time(tmp_path):
-    path = png(tmp_path / "a.png")
-    clock = Clock(at_1=lambda: os.utime(path, (5, 5)), at_2=lambda: os.utime(path, (6, 6)))
-    assert watched(tmp_path, clock, idle=5) == [(3, "a")]
-
-
-def test_series_and_numbered_channels_wait_for_more_files(tmp_path):
-    pixels = np.zeros((3, 4, 5), np.int16)
-    written = write_series(tmp_path / "elsewhere", pixels)
-    folder = tmp_path / "in" / "p"
-    folder.mkdir(parents=True)
-    png(tmp_path / "in" / "c_0000.png")
-    clock = Clock(
-        at_1=lambda: shutil.copy(written[0], folder),
-        at_5=lambda: shutil.copy(written[1], folder),
-        at_6=lambda: png(tmp_path / "in" / "c_0001.png"),
-        at_9=lambda: shutil.copy(written[2], folder),
-    )
-    found = []
-    for case in watch_incoming(tmp_path / "in", settle=7, idle=20, clock=clock, sleep=clock.sleep):
-        found.append((clock.now, case.name, len(case.files), case.problem))
-    assert found == [(13, "c", 2, None), (16, "p", 3, None)]
-
-
-def test_what_was_there_is_taken_in_order_and_each_once(tmp_path):
-    for name, second in (("a", 30), ("b", 10), ("c", 20)):
-        os.utime(png(tmp_path / f"{name}.png"), (second, second))
-    assert watched(tmp_path, Clock(), idle=3, order="time") == [(1, "b"), (1, "c"), (1, "a")]
-    assert watched(tmp_path, Clock(), idle=3, seen=("a", "c")) == [(1, "b")]
-
-
-def test_a_file_named_stop_ends_the_watch_before_the_next_case(tmp_path):
-    for name in "abc":
-        png(tmp_path / f"{name}.png")
-    taken = []
-    clock = Clock()
-    for case in watch_incoming(tmp_path, clock=clock, sleep=clock.sleep):
-        taken.append(case.name)
-        if case.name == "b":
-            (tmp_path / "STOP").touch()
-    assert taken == ["a", "b"]
-    with pytest.raises(DataError, match="a file named STOP, which ends watching; remove it"):
-        watch_incoming(tmp_path)
-
-
-def test_a_file_that_goes_before_it_is_taken_is_not_missed(tmp_path):
-    for name in "ab":
-        png(tmp_path / f"{name}.png")
-    clock = Clock(at_7=lambda: png(tmp_path / "b.png"))
-    taken = []
-    for case in watch_incoming(tmp_path, idle=10, clock=clock, sleep=clock.sleep):
-        taken.append((clock.now, case.name))
-        if case.name == "a":
-            (tmp_path / "b.png").unlink()
-    assert taken == [(1, "a"), (8, "b")]
-
-
-def test_a_file_that_comes_after_its_case_was_taken_is_a_problem(tmp_path):
-    png(tmp_path / "c_0000.png")
-    clock = Clock(at_9=lambda: png(tmp_path / "c_0001.png"))
-    found = list(watch_incoming(tmp_path, settle=2, idle=12, clock=clock, sleep=clock.sleep))
-    assert [(case.name, len(case.files)) for case in found] == [("c", 1), ("c", 2)]
-    assert found[0].problem is None
-    assert "c_0001.png: arrived after its case was taken" in found[1].problem
-
-
-def test_processed_files_may_be_moved_away(tmp_path):
-    png(tmp_path / "a.png")
-    clock = Clock(at_3=lambda: (tmp_path / "a.png").unlink())
-    assert watched(tmp_path, clock, idle=9) == [(1, "a")]
-
-
-def test_an_empty_folder_can_be_watched_and_a_missing_one_cannot(tmp_path):
-    assert watched(tmp_path, Clock(), idle=2) == []
-    with pytest.raises(DataError, match="no such file or folder"):
-        watch_incoming(tmp_path / "nowhere")
-    with pytest.raises(DataError, match="watch a folder"):
-        watch_incoming(png(tmp_path / "a.png"))
-
-
-def test_a_folder_that_goes_is_one_line(tmp_path):
-    folder = tmp_path / "in"
-    png(folder / "a.png")
-    clock = Clock(at_3=lambda: shutil.rmtree(folder))
-    watch = watch_incoming(folder, clock=clock, sleep=clock.sleep)
-    assert next(watch).name == "a"
-    with pytest.raises(DataError, match="cannot be listed"):
-        next(watch)
-
-
-def test_closing_wakes_a_watch_that_sleeps(tmp_path):
-    import threading
-
-    watch = watch_incoming(tmp_path, poll=3600)
-    found = []
-    thread = threading.Thread(target=lambda: found.extend(watch))
-    thread.start()
-    watch.close()
-    thread.join(10)
-    assert not thread.is_alive()
-    assert found == []
-
-
 def test_a_case_is_a_value(tmp_path):
     case = find_incoming(png(tmp_path / "a.png"))[0]
     assert case == replace(case)
     assert isinstance(case, Incoming)
     assert len({case, replace(case)}) == 1
+
+
+# nothing is left out silently
+
+
+def test_what_is_no_image_is_counted_by_kind(tmp_path):
+    png(tmp_path / "a.png")
+    for name in ("x.jpg", "y.JPG", "notes.txt", "README", ".DS_Store", "Thumbs.db", "b.png.part", "~c.png", "d.tmp"):
+        (tmp_path / name).write_bytes(b"text")
+    (tmp_path / "odd.sec\x1bret").write_bytes(b"text")
+    (tmp_path / "e_probabilities.npz").write_bytes(b"")
+    (tmp_path / "f_probabilities.nii.gz").write_bytes(b"")
+    os.mkfifo(tmp_path / "pipe")
+    png(tmp_path / "below" / "deep" / "g.png")
+    png(tmp_path / "below" / "h.png")
+    found = find_incoming(tmp_path)
+    assert names(found) == ["a"]
+    assert found.ignored.kinds == {
+        ".jpg": 2, ".txt": 1, "without ending": 1, "hidden": 1, ".db": 1, "unfinished": 3, "with an unusual ending": 1,
+        ".npz": 1, "probabilities": 1, "pipe or device": 1, "folder in a sub-folder": 1, ".png in a sub-folder": 1,
+    }  # fmt: skip
+    assert str(found.ignored).startswith("ignored: 3 unfinished, 2 .jpg, 1 ")
+    assert str(found.ignored).isprintable()
+
+
+def test_nothing_ignored_is_false_and_says_nothing(tmp_path):
+    found = find_incoming(png(tmp_path / "a.png"))
+    assert not found.ignored
+    assert str(found.ignored) == "ignored: nothing"
+    assert not find_incoming(tmp_path).ignored
+    (tmp_path / "b.jpg").touch()
+    assert find_incoming(tmp_path).ignored
+
+
+@pytest.mark.parametrize(("name", "says"), [("scan", ".png"), ("scan.dat", ".png"), ("v.gz", ".nii or .nii.gz")])
+def test_an_image_under_another_name_is_a_problem_not_ignored(tmp_path, name, says):
+    if name == "v.gz":
+        nifti(tmp_path / "v.nii.gz", np.zeros((2, 3, 4), np.float32)).rename(tmp_path / name)
+    else:
+        png(tmp_path / "a.png").rename(tmp_path / name)
+    png(tmp_path / "fine.png")
+    assert f"let its name end in {says}" in problem(tmp_path, name)
+
+
+# damaged slices
+
+
+def cut(content):
+    return content[: len(content) - 8]
+
+
+def cut_header(content):
+    return content[200:]
+
+
+DAMAGES = {
+    "cut": cut,
+    "cut in the header": lambda content: content[:300],
+    "cut in the preamble": lambda content: content[:50],
+    "empty": lambda content: b"",
+    "zeros": lambda content: bytes(len(content)),
+    "zeros after the preamble": lambda content: content[:132] + bytes(len(content) - 132),
+    "without its start": cut_header,
+    "noise": lambda content: np.random.default_rng(0).bytes(len(content)),
+    "an error page": lambda content: b"<html>404 not found</html>",
+}
+NAMINGS = {
+    "dcm": [f"slice{n}.dcm" for n in range(5)],
+    "bare": [f"IM{n:04d}" for n in range(5)],
+    "identifiers": [f"1.2.840.99.{n}.{10**n}" for n in range(5)],
+    "numbered": [f"scan.{n:03d}" for n in range(5)],
+    "own ending": [f"scan{n}.mag" for n in range(5)],
+}
+
+
+@pytest.mark.parametrize("naming", NAMINGS)
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("place", [0, 2, 4], ids=["first", "middle", "last"])
+def test_a_damaged_slice_fails_its_whole_series(tmp_path, place, damage, naming):
+    files = write_series(tmp_path / "in" / "p", np.ones((5, 4, 6), np.int16), names=NAMINGS[naming])
+    png(tmp_path / "in" / "fine.png")
+    files[place].write_bytes(DAMAGES[damage](files[place].read_bytes()))
+    found = find_incoming(tmp_path / "in")
+    assert names(found) == ["fine", "p"]
+    assert files[place].name in problem(tmp_path / "in", "p")
+    assert found[0].problem is None
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_series_of_two_is_not_predicted_from_one(tmp_path, place):
+    files = write_series(tmp_path / "in" / "p", np.ones((2, 4, 6), np.int16))
+    whole = files[place].read_bytes()
+    for length in range(0, len(whole), 61):
+        files[place].write_bytes(whole[:length])
+        assert all(case.problem for case in find_incoming(tmp_path / "in"))
+
+
+def test_every_truncation_of_the_last_slice_is_a_problem(tmp_path):
+    files = write_series(tmp_path / "in" / "p", np.ones((3, 4, 6), np.int16))
+    whole = files[-1].read_bytes()
+    for length in range(len(whole)):
+        files[-1].write_bytes(whole[:length])
+        [case] = find_incoming(tmp_path / "in")
+        assert case.problem, length
+    files[-1].write_bytes(whole)
+    [case] = find_incoming(tmp_path / "in")
+    assert case.problem is None
+
+
+def test_text_beside_a_series_is_ignored_and_damage_of_one_series_is_not_that_of_another_folder(tmp_path):
+    write_series(tmp_path / "p", np.ones((3, 4, 6), np.int16), names=["IM1", "IM2", "IM3"])
+    damaged = write_series(tmp_path / "q", np.ones((3, 4, 6), np.int16))
+    (tmp_path / "p" / "README").write_text("how this was scanned")
+    (tmp_path / "p" / "protocol.xml").write_bytes(b"\0\1\2")
+    damaged[0].write_bytes(b"")
+    p, q = find_incoming(tmp_path)
+    assert (p.problem, len(p.files)) == (None, 3)
+    assert q.problem is not None
+    assert find_incoming(tmp_path).ignored.kinds == {"without ending": 1, ".xml": 1}
+
+
+def test_a_cut_slice_is_a_problem_of_its_own_series_among_several(tmp_path):
+    write_dicom(tmp_path / "in" / "xray.dcm", GREY)
+    cut_off = write_dicom(tmp_path / "in" / "other.dcm", GREY)
+    cut_off.write_bytes(cut(cut_off.read_bytes()))
+    found = {case.name: case.problem for case in find_incoming(tmp_path / "in")}
+    assert found["xray"] is None
+    assert "ends before its image does" in found["other"]
+
+
+def test_a_slice_that_lost_its_place_is_its_series_problem(tmp_path):
+    write_series(
+        tmp_path / "in" / "p",
+        np.ones((4, 4, 6), np.int16),
+        each=lambda number: {"ImagePositionPatient": None} if number == 3 else {},
+    )
+    assert "with and without a place in one series" in problem(tmp_path / "in", "p")
+
+
+def test_a_compressed_slice_that_is_cut_is_a_problem(tmp_path):
+    files = write_series(tmp_path / "in" / "p", np.random.default_rng(0).integers(0, 99, (3, 16, 16)).astype(np.int16))
+    for file in files:
+        dataset = pydicom.dcmread(file)
+        dataset.compress(pydicom.uid.RLELossless)
+        dataset.save_as(file)
+    [case] = find_incoming(tmp_path / "in")
+    assert case.problem is None
+    whole = files[1].read_bytes()
+    for length in (len(whole) - 1, len(whole) - 9, len(whole) - 300):
+        files[1].write_bytes(whole[:length])
+        assert "slice001.dcm: ends before its image does" in problem(tmp_path / "in", "p")
+
+
+# entries that cannot be followed
+
+
+def test_links_in_circles_are_one_line_each_and_the_rest_goes_on(tmp_path):
+    png(tmp_path / "fine.png")
+    (tmp_path / "loop.png").symlink_to("loop.png")
+    (tmp_path / "there").symlink_to("back")
+    (tmp_path / "back").symlink_to("there")
+    (tmp_path / "itself").symlink_to(".")
+    (tmp_path / "above").symlink_to("..")
+    for name in ("loop", "there", "back"):
+        assert "a link that leads in a circle; remove it" in problem(tmp_path, name)
+    assert "leads out of the folder" in problem(tmp_path, "above")
+    assert [case.name for case in find_incoming(tmp_path) if case.problem is None] == ["fine"]
+
+
+def test_a_channel_that_is_a_broken_link_fails_its_case(tmp_path):
+    png(tmp_path / "a_0000.png")
+    (tmp_path / "a_0001.png").symlink_to("a_0001.png")
+    assert "a_0001.png: a link that leads in a circle" in problem(tmp_path, "a")
+
+
+def test_a_slice_that_is_a_broken_link_fails_its_series(tmp_path):
+    files = write_series(tmp_path / "in" / "p", np.ones((3, 4, 6), np.int16))
+    files[2].unlink()
+    files[2].symlink_to("nowhere")
+    assert "slice002.dcm: a link that leads nowhere" in problem(tmp_path / "in", "p")
+
+
+@pytest.fixture
+def open_folder():
+    """A folder that anybody may enter, while the test is nobody in particular."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    folder.chmod(0o755)
+    root = os.geteuid() == 0
+    yield folder, lambda: os.seteuid(65534) if root else None
+    if root:
+        os.seteuid(0)
+    for place in folder.rglob("*"):
+        if not place.is_symlink():
+            place.chmod(0o755)
+    shutil.rmtree(folder)
+
+
+def test_what_may_not_be_read_is_one_line_each_and_the_rest_goes_on(open_folder):
+    folder, become_nobody = open_folder
+    png(folder / "fine.png")
+    png(folder / "secret.png").chmod(0)
+    write_dicom(folder / "scan", GREY).chmod(0)
+    write_series(folder / "locked", np.ones((3, 4, 6), np.int16))
+    (folder / "locked").chmod(0)
+    write_series(folder / "names only", np.ones((3, 4, 6), np.int16))
+    (folder / "names only").chmod(0o744)
+    become_nobody()
+    found = {case.name: case for case in find_incoming(folder)}
+    assert found["fine"].problem is None
+    assert read_incoming(found["fine"]).array.shape == (1, 3, 4)
+    assert "scan: cannot be read (Permission denied)" in found["scan"].problem
+    assert "locked: cannot be listed (Permission denied)" in found["locked"].problem
+    assert any(name.startswith("names only") and "Permission denied" in case.problem for name, case in found.items())
+    with pytest.raises(DataError, match="secret.png: cannot be read as PNG"):
+        read_incoming(found["secret"])
+
+
+def test_a_folder_that_goes_while_it_is_looked_at_is_no_case(tmp_path):
+    png(tmp_path / "a.png")
+    (tmp_path / "gone").mkdir()
+
+    class Vanishing(type(tmp_path)):
+        """A folder in which `gone` goes as soon as it is listed."""
+
+        def iterdir(self):
+            listed = list(super().iterdir())
+            shutil.rmtree(tmp_path / "gone", ignore_errors=True)
+            return iter(listed)
+
+    assert names(find_incoming(Vanishing(tmp_path))) == ["a"]

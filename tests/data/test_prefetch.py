@@ -6,9 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from PIL import Image
 
-from dltta.data.inbox import watch_incoming
 from dltta.data.prefetch import prefetch
+from dltta.data.watch import watch_incoming
 from dltta.errors import DataError, SettingError
 
 PATIENCE = 10  # seconds that no test should need
@@ -48,7 +49,7 @@ def test_the_next_case_is_read_while_the_caller_works():
     results = prefetch("abc", lambda name: reading[name].set())
     next(results)
     assert reading["b"].wait(PATIENCE)  # nobody has asked for it yet
-    assert not reading["c"].wait(0.05)
+    assert not reading["c"].wait(0.05)  # right code passes however slow the machine is
     next(results)
     assert reading["c"].wait(PATIENCE)
     results.close()
@@ -138,7 +139,7 @@ def test_closing_wakes_a_watch_that_waits_for_files(tmp_path):
             waits.set()
         return time.monotonic()
 
-    (tmp_path / "a.png").write_bytes(b"")
+    Image.new("L", (3, 4)).save(tmp_path / "a.png")
     results = prefetch(watch_incoming(tmp_path, poll=0.01, clock=clock), lambda case: case.name)
     assert next(results)[1] == "a"
     taken.set()
@@ -151,19 +152,33 @@ def test_closing_wakes_a_watch_that_waits_for_files(tmp_path):
 
 
 def test_closing_waits_for_a_listing_that_runs():
-    runs, goes_on = threading.Event(), threading.Event()
+    runs, closing = threading.Event(), threading.Event()
 
-    def cases():
-        yield "a"
-        runs.set()
-        assert goes_on.wait(PATIENCE)
-        yield "b"
+    class Listing:
+        """A generator that goes on only after somebody has tried to close it."""
+
+        def __init__(self):
+            self.cases = self.list()
+
+        def list(self):
+            yield "a"
+            runs.set()
+            assert closing.wait(PATIENCE)
+            yield "b"
+
+        def __iter__(self):
+            return self.cases
+
+        def close(self):
+            try:
+                self.cases.close()
+            finally:
+                closing.set()
 
     read = []
-    results = prefetch(cases(), read.append)
+    results = prefetch(Listing(), read.append)
     next(results)
     assert runs.wait(PATIENCE)
-    threading.Timer(0.05, goes_on.set).start()
     results.close()
     assert read == ["a"]
     assert not threads()

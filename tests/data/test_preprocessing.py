@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from dltta.data.preprocessing import IMAGENET_MEAN, IMAGENET_SD, Preprocessed, Preprocessing
+from dltta.data.case import Mapped
+from dltta.data.preprocessing import IMAGENET_MEAN, IMAGENET_SD, Preprocessing
 from dltta.errors import SettingError
 from sites import Blobs
 
@@ -36,7 +37,7 @@ def test_a_preprocessed_site_resizes_image_label_and_spacing():
 
             return replace(super().__getitem__(index), spacing=(1.0, 2.0))
 
-    case = Preprocessed(Spaced(), Preprocessing("zscore", size=(16, 64)))[0]
+    case = Mapped(Spaced(), Preprocessing("zscore", size=(16, 64)).case)[0]
     assert case.image.shape == (1, 16, 64)
     assert case.label.shape == (16, 64)
     assert case.spacing == (2.0, 1.0)

@@ -17,11 +17,10 @@ from dltta.cli.options import (
     OwnModel,
     StreamMode,
     require_device,
-    require_name,
     split_size,
 )
 from dltta.errors import SettingError
-from dltta.recipes import RECOMMENDED, Method, Mode, Optimizer, Recipe, Statistics, recipe_for, split_rate
+from dltta.recipes import RECOMMENDED, Method, Mode, Optimizer, Recipe, Statistics, check_name, recipe_for, split_rate
 from dltta.serving.settings import Deployment, OnError, StreamSettings
 
 if TYPE_CHECKING:
@@ -123,7 +122,7 @@ class Adapting:
     ] = False
 
     def __post_init__(self) -> None:
-        require_name("method", self.method, (RECOMMENDED, *Method))
+        check_name("method", self.method, (RECOMMENDED, *Method))
         if self.rate is not None:
             split_rate(self.rate)
 
@@ -188,7 +187,8 @@ class Arriving:
 
     def cases(self, images: Path, seen: Collection[str]) -> Any:
         """Those that wait, or those that will arrive and are not in `seen`."""
-        from dltta.data.inbox import find_incoming, watch_incoming
+        from dltta.data.inbox import find_incoming
+        from dltta.data.watch import watch_incoming
 
         order: Any = self.order.value
         if self.watch:
@@ -283,6 +283,6 @@ def _tell(summary: "Summary", output: Path, as_json: bool) -> None:
         typer.echo(sentence, err=True)
     parts = [f"{summary.predicted} predicted"]
     parts += [f"{summary.repeated} the same as an earlier image"] if summary.repeated else []
-    parts += [f"{summary.before} had a prediction"] if summary.before else []
+    parts += [f"{summary.already_predicted} had a prediction"] if summary.already_predicted else []
     parts += [f"{len(summary.failed)} skipped"] if summary.failed else []
     typer.echo(f"{output}: {', '.join(parts)}")

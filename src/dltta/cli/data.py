@@ -69,8 +69,7 @@ def grouped(problems: "Iterable[Problem]") -> Iterator[str]:
         own = re.escape(problem.path.name.split(".")[0])
         what = re.sub(rf"\b{own}(?![^\W_])", "*", problem.what)
         causes.setdefault((what, problem.do), []).append(problem)
-    for (_, _), same in causes.items():
-        first, *others = same
+    for first, *others in causes.values():
         yield str(first)
         if others:
             named = ", ".join(other.path.name for other in others[:NAMED])

@@ -5,7 +5,7 @@ it runs.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
@@ -215,13 +215,6 @@ def split_size(text: str | None) -> tuple[int, ...] | None:
     if not all(part.isdigit() and int(part) > 0 for part in parts):
         raise SettingError(f"{text!r} is not a size; write 128x1024 or 80x80x80")
     return tuple(map(int, parts))
-
-
-def require_name(what: str, found: str, known: Iterable[str]) -> None:
-    """A name that we know, or `package.module:Class` for one that we do not."""
-    module, colon, name = found.partition(":")
-    if not (colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
-        require(what, found, known)
 
 
 def require_device(name: str) -> str:

@@ -1,5 +1,6 @@
 """How far a command has come: bars on a terminal, now and then a line elsewhere. On standard error, always."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,13 +13,14 @@ from rich.table import Column
 from rich.text import Text
 
 from dltta.evaluation.experiment import Job, Listener
+from dltta.quality.decision import Outcome
 from dltta.training.fit import Plan, Report
 
+EVER = math.inf  # the time left is estimated from the latest 1000 updates, however long ago
 EVERY = 30.0  # seconds between two lines where there is no terminal
-WINDOW = 600.0  # seconds that the time left is estimated from
 STAGES = {
-    "task": "train source model", "atta": "train auto-encoders", "style": "restyle source images",
-    "cyclegan": "train translation", "udas": "align outputs", "swav": "learn clusters",
+    "task": "train model", "ttt": "train for TTT", "atta": "auto-encoders", "style": "restyle images",
+    "cyclegan": "translation", "udas": "align outputs", "swav": "clusters",
 }  # fmt: skip
 
 
@@ -39,7 +41,7 @@ class Bars(Listener):
 
         def tick(line: Mapping[str, Any]) -> None:
             parts = [f"{key} {line[key]:.2g}" for key in ("rate", "discrepancy") if line.get(key) is not None]
-            parts += [str(line["guard"])] if line.get("guard") not in (None, "accepted") else []
+            parts += [str(line["decision"])] if line.get("decision") not in (None, Outcome.ACCEPTED) else []
             self.progress.update(bar, advance=1, note=" ".join(parts))
 
         return tick
@@ -74,7 +76,7 @@ def bars(console: Console | None = None, clock: Callable[[], float] = time.monot
     """What a command reports its progress to."""
     console = console or Console(stderr=True)
     kind = Progress if console.is_terminal else _Lines
-    with kind(*_columns(), console=console, get_time=clock, speed_estimate_period=WINDOW, expand=True) as progress:
+    with kind(*_columns(), console=console, get_time=clock, expand=True, speed_estimate_period=EVER) as progress:
         yield Bars(progress)
 
 
@@ -83,27 +85,28 @@ def _columns() -> tuple[ProgressColumn, ...]:
     return (
         TextColumn("{task.description}", markup=False),
         BarColumn(None, table_column=Column(max_width=40, ratio=1)),
-        _Sentence(),
+        _Times(),
         TextColumn("{task.fields[note]}", markup=False),
     )
 
 
-class _Sentence(ProgressColumn):
-    """`12/40 after 0:01:05, 0:02:32 left`."""
+class _Times(ProgressColumn):
+    """`12/40 0:01:05, 0:02:32 left`."""
 
     def render(self, task: Task) -> Text:
-        return Text(sentence(task), no_wrap=True)
+        return Text(_sentence(task), no_wrap=True)
 
 
-def sentence(task: Task) -> str:
+def _sentence(task: Task, after: str = "") -> str:
     """How much of how much is done, the time it took, and the time left where both are known."""
     total = "" if task.total is None else f"/{task.total:.0f}"
     left = "" if task.finished or task.time_remaining is None else f", {_time(task.time_remaining)} left"
-    return f"{task.completed:.0f}{total} after {_time(task.elapsed or 0.0)}{left}"
+    return f"{task.completed:.0f}{total} {after}{_time(task.elapsed or 0.0)}{left}"
 
 
 def _time(seconds: float) -> str:
-    return str(timedelta(seconds=int(seconds)))
+    days, rest = divmod(int(seconds), 86400)
+    return f"{days} d {rest // 3600} h" if days else str(timedelta(seconds=rest))
 
 
 class _Lines(Progress):
@@ -125,7 +128,7 @@ class _Lines(Progress):
             self._say(task)
 
     def _say(self, task: Task) -> None:
-        text = " ".join(f"{task.description} {sentence(task)} {task.fields['note']}".split())
+        text = " ".join(f"{task.description} {_sentence(task, 'after ')} {task.fields['note']}".split())
         if self._said.get(task.id) != text:
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
         self._said[task.id], self._latest = text, self.get_time()

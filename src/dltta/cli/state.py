@@ -1,6 +1,7 @@
 """`dltta state`: what a stream has learned, version by version."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +25,7 @@ Output = Annotated[Path, typer.Argument(metavar="FOLDER", help="The output folde
 Version = Annotated[
     int | None, typer.Option(metavar="N", help="Which version, as `dltta state list` shows it.", show_default="latest")
 ]
-SHOWN = 3  # names of tensors
+HASH = re.compile("[0-9a-f]{64}")
 
 
 def list_(output: Output, as_json: Json = False) -> None:
@@ -58,9 +59,13 @@ def _table(versions: "list[Listed]") -> Any:
     table.add_column("made by", no_wrap=True, overflow="ellipsis")
     for version in versions:
         cases = version.cases[:1] if len(version.cases) < 2 else (version.cases[0], "…", version.cases[-1])
-        mark, size = "*" if version.current else " ", f"{version.bytes / 1e6:.2f} MB"
-        table.add_row(mark, str(version.version), size, Text(version.event or " ".join(cases)))
+        mark = "*" if version.current else " "
+        table.add_row(mark, str(version.version), _size(version.bytes), Text(version.event or " ".join(cases)))
     return table
+
+
+def _size(bytes_: int) -> str:
+    return f"{bytes_ / 1e6:.1f} MB" if bytes_ >= 1e6 else f"{bytes_ / 1e3:.1f} kB"
 
 
 def show(output: Output, version: Version = None, as_json: Json = False) -> None:
@@ -77,12 +82,11 @@ def show(output: Output, version: Version = None, as_json: Json = False) -> None
         typer.echo(json.dumps(found))
         return
     adapted = list(found["adapted"])
-    more = f" and {len(adapted) - SHOWN} more" if len(adapted) > SHOWN else ""
     rows = {
         "version": found["version"],
         "batches seen": found["batches"],
         "pairs in memory": found["memory"],
-        "adapted tensors": f"{len(adapted)}{': ' if adapted else ''}{', '.join(adapted[:SHOWN])}{more}",
+        "adapted tensors": f"{len(adapted)}, such as {adapted[0]}" if adapted else "none",
     }
     typer.echo("\n".join([*_aligned(rows), "", "settings", *_aligned(_flat(found["settings"]), indent="  ")]))
 
@@ -105,7 +109,8 @@ def _words(value: Any) -> str:
         return ", ".join(map(_words, value)) or "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return "none" if value is None else str(value)
+    text = "none" if value is None else str(value)
+    return f"{text[:12]}…" if HASH.fullmatch(text) else text
 
 
 def rollback(

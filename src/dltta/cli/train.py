@@ -51,8 +51,9 @@ class Training:
         typer.Option(
             "--with",
             metavar="NAMES",
-            help="Also train what test-time methods need: ttt (rotation head), atta (auto-encoders). memory keeps "
-            "features and predictions of source images. Several: ttt,atta.",
+            help="Also train what test-time methods need: ttt (a second network with a rotation head, which takes as "
+            "long again), atta (auto-encoders). memory keeps features and predictions of source images. Several: "
+            "ttt,atta.",
             show_default="none",
         ),
     ] = None

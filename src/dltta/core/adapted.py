@@ -13,7 +13,7 @@ from dltta.core.objectives.objective import Objective, Preparation
 from dltta.core.passes import placement
 from dltta.core.rates import AnyRate
 from dltta.core.snapshot import Snapshot, load_state, state_of
-from dltta.errors import DlttaError, NothingToAdaptError, StateError
+from dltta.errors import DlttaError, NothingToAdaptError, SettingError, StateError
 from dltta.models.fast import speed_up
 from dltta.models.features import find_layer
 from dltta.models.statistics import stateful_layers
@@ -123,6 +123,16 @@ class AdaptedNetwork(nn.Module):
                 raise type(error)(f"{case or f'batch {self.batches_seen + 1} of the stream'}: {error}") from error
             raise
 
+    @contextmanager
+    def _unnoticed(self) -> Iterator[None]:
+        """Passes within this context do not count for the statistics of the stream."""
+        latest = [layer.latest for layer in self._stateful]
+        try:
+            yield
+        finally:
+            for layer, kept in zip(self._stateful, latest, strict=True):
+                layer.latest = kept
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AdaptedNetwork":
         """Moves the objective's networks, optimizer and memory along with the network (`adapter.to(device)`)."""
         nn.Module._apply(self, fn, recurse)
@@ -135,7 +145,7 @@ class AdaptedNetwork(nn.Module):
         return self
 
     def _own_networks(self) -> list[nn.Module]:
-        """The objective's: heads, auto-encoders, a teacher."""
+        """Those that are attributes of the objective: heads, auto-encoders, a teacher."""
         parts = getattr(self.objective, "__dict__", {}).values()
         return [part for part in parts if isinstance(part, nn.Module)]
 
@@ -167,6 +177,8 @@ def _names(model: nn.Module, parameters: list[nn.Parameter]) -> list[str]:
         raise NothingToAdaptError(
             f"prepare() must return parameters of the network it was given, found {unknown} others; put them into it"
         )
+    if len(set(map(id, parameters))) < len(parameters):
+        raise SettingError("prepare() must name each parameter once, found one twice")
     return [names[id(parameter)] for parameter in parameters]
 
 

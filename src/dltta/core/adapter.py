@@ -1,6 +1,6 @@
 """6 update, 7 prediction. Adapts a network to every batch of a stream: `Adapter.step` is Algorithm 1."""
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +29,11 @@ class Adapter(AdaptedNetwork):
     methods without a loss (`Source`, `PTBN`) need neither. All that is given is copied.
 
     `optimizer` makes the optimizer from the parameters (plain SGD is Eq. (2)); its learning rate is owned by `rate`.
-    `steps` gradient steps are taken per batch. `mode="image-specific"` returns network and optimizer to the source
-    before every batch; the memory goes on. `predict="before"` predicts from the pass before the last update and saves
-    the pass after it. `layout="auto"` makes the network faster where that was measured to help (convolutions on a CPU:
-    weights channels-last), which changes predictions by rounding; `layout="given"` leaves it as it is.
+    `steps` gradient steps are taken per batch. `mode="image-specific"` returns network, optimizer and what the
+    objective remembers to the source before every batch; the memory goes on. `predict="before"` predicts from the pass
+    before the last update and saves the pass after it. `layout="auto"` makes the network faster where that was measured
+    to help (convolutions on a CPU: weights channels-last), which changes predictions by rounding; `layout="given"`
+    leaves it as it is.
 
     A step that raises leaves everything as it was.
     """
@@ -66,7 +67,7 @@ class Adapter(AdaptedNetwork):
         with self._all_or_nothing(case), torch.inference_mode(False):
             x = self._begin(x)
             seen, updates = self._adapt(x)
-            logits = predicted(self.objective, self.model, x, seen.logits)
+            logits = self._predicted(x, seen.logits)
             self._remember(seen)
             self.batches_seen += 1
             return Step(logits, updates)
@@ -89,11 +90,8 @@ class Adapter(AdaptedNetwork):
     def predict(self, x: Tensor) -> Tensor:
         """The prediction (B, C, *positions) of the network as it now is, learning nothing and changing nothing."""
         with torch.inference_mode(False):
-            x, state = accept(self.model, x), state_of(self.objective)
-            try:
-                return predicted(self.objective, self.model, x, self._forward(x, learning=False).logits)
-            finally:
-                load_state(self.objective, state)
+            x = accept(self.model, x)
+            return self._tried(x, self._forward(x, learning=False).logits)
 
     def _begin(self, x: Tensor) -> Tensor:
         x = accept(self.model, x)
@@ -104,6 +102,19 @@ class Adapter(AdaptedNetwork):
     def _forward(self, x: Tensor, *, learning: bool) -> Seen:
         layer = None if self.memory is None else self.memory.layer
         return run(self.model, x, features=self.memory is not None, layer=layer, learning=learning)
+
+    def _predicted(self, x: Tensor, logits: Tensor) -> Tensor:
+        """What is given for these logits of the network: they themselves, or what the objective predicts."""
+        with self._unnoticed():
+            return predicted(self.objective, self.model, x, logits)
+
+    def _tried(self, x: Tensor, logits: Tensor) -> Tensor:
+        """The same without a trace in what the objective remembers."""
+        state = state_of(self.objective)
+        try:
+            return self._predicted(x, logits)
+        finally:
+            load_state(self.objective, state)
 
     def _discrepancy(self, seen: Seen) -> float | None:
         """None while there is nothing to compare with."""
@@ -151,6 +162,5 @@ def _check_settings(objective: object, rate: AnyRate | None, memory: MemoryBank 
 
 def _check_choices(**choices: tuple[str, Any]) -> None:
     for name, (found, known) in choices.items():
-        first, second = known.__args__
-        if found not in (first, second):
-            raise SettingError(f"{name} must be {first!r} or {second!r}, got {found!r}")
+        if found not in get_args(known):
+            raise SettingError(f"{name} must be {' or '.join(map(repr, get_args(known)))}, got {found!r}")

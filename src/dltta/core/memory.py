@@ -123,13 +123,13 @@ class MemoryBank:
         if self._keys is not None and elements != self._keys.shape[1]:
             raise InputError(
                 f"the features have {elements} elements but those in memory have {self._keys.shape[1]}; "
-                "images of different size need MemoryBank(pool=…) or one common size"
+                "images of different size need MemoryBank(pool=8), on the command line --pool 8, or one common size"
             )
         if self.pool is None and len(self) and self._newest_shape() != prediction.shape[1:]:
             raise InputError(
                 f"the prediction has shape {tuple(prediction.shape[1:])} but those in memory "
                 f"{tuple(self._newest_shape())}; "
-                "images of different size need MemoryBank(pool=…) or one common size"
+                "images of different size need MemoryBank(pool=8), on the command line --pool 8, or one common size"
             )
 
     def state_dict(self) -> dict[str, Any]:

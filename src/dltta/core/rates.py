@@ -53,8 +53,10 @@ def takes_signals(rate: AnyRate) -> bool:
         arguments = list(inspect.signature(rate).parameters.values())
     except (TypeError, ValueError):  # a builtin without a signature
         return False
-    first = arguments[0] if arguments else None
-    return first is not None and (first.name == "signals" or first.annotation in (Signals, "Signals"))
+    if not arguments:
+        return False
+    name, kind = arguments[0].name, arguments[0].annotation
+    return name == "signals" or kind is Signals or (isinstance(kind, str) and kind.rpartition(".")[2] == "Signals")
 
 
 def ask(rate: AnyRate | None, signals: Signals) -> list[float]:

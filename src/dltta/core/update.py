@@ -36,11 +36,13 @@ def move(
     gradient: Gradient,
     rates: Sequence[float],
 ) -> None:
-    """One optimizer step; `rates` has one for each parameter, all alike if the optimizer has a single group."""
+    """One optimizer step; `rates` has one for each parameter, all alike for those of one group."""
     if optimizer is None:
         raise SettingError("the objective names no parameter to move")
-    for group, rate in zip(optimizer.param_groups, rates, strict=False):
-        group["lr"] = rate
+    rate_of = dict(zip(adapted, rates, strict=True))
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            group["lr"] = rate_of[parameter]
     for parameter, part in zip(adapted, gradient, strict=True):
         parameter.grad = part
     optimizer.step()

@@ -1,6 +1,7 @@
-"""1 images. What one image of a data set is, and what every data set answers."""
+"""1 images. What one image of a data set is, and what every data set offers."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -35,3 +36,50 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Case: ...
+
+
+@dataclass(frozen=True)
+class Cases:
+    """Cases in memory, of one or several sites, as a data set."""
+
+    cases: tuple[Case, ...]
+    site: str
+    task: Task
+    classes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.cases)
+
+    def __getitem__(self, index: int) -> Case:
+        return self.cases[index]
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A data set whose cases are changed when they are asked for: preprocessed, without their labels, ..."""
+
+    dataset: Dataset
+    change: Callable[[Case], Case]
+
+    @property
+    def site(self) -> str:
+        return self.dataset.site
+
+    @property
+    def task(self) -> Task:
+        return self.dataset.task
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.dataset.classes
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Case:
+        return self.change(self.dataset[index])
+
+
+def without_label(case: Case) -> Case:
+    """The case as nobody can learn its label from it."""
+    return replace(case, label=None)

@@ -14,8 +14,8 @@ from dltta.data.formats.images import difference, read_geometry, read_image, rea
 from dltta.data.sites import (
     GROUP_PATTERN,
     Description,
-    Entry,
     Problem,
+    SiteEntry,
     Split,
     find_entries,
     read_description,
@@ -78,7 +78,7 @@ def _problem(error: DataError, path: Path) -> Problem:
 
 
 def _description_problems(
-    folder: Path, description: Description, entries: Sequence[Entry], *, named: bool
+    folder: Path, description: Description, entries: Sequence[SiteEntry], *, named: bool
 ) -> Iterator[Problem]:
     path = folder / "dataset.json"
     if named and description.cases is not None and description.cases != len(entries):
@@ -93,7 +93,7 @@ def _description_problems(
         yield Problem(path, f"group_pattern {description.group_pattern!r} finds no group", "match the whole case name")
 
 
-def _header_problems(entry: Entry, channels: int) -> Iterator[Problem]:
+def _header_problems(entry: SiteEntry, channels: int) -> Iterator[Problem]:
     try:
         geometries = [read_geometry(file) for file in entry.files]
         for file, geometry in zip(entry.files[1:], geometries[1:], strict=True):
@@ -111,7 +111,7 @@ def _header_problems(entry: Entry, channels: int) -> Iterator[Problem]:
         yield _problem(error, entry.files[0])
 
 
-def _pixel_problems(entry: Entry, classes: Sequence[str]) -> Iterator[Problem]:
+def _pixel_problems(entry: SiteEntry, classes: Sequence[str]) -> Iterator[Problem]:
     try:
         for file in entry.files:
             read_image(file)
@@ -156,7 +156,7 @@ def _check_oct(folder: Path, progress: Progress) -> list[Problem]:
     return problems
 
 
-def _oct_counts(site: str, where: Path, entries: Sequence[oct.Entry]) -> Iterator[Problem]:
+def _oct_counts(site: str, where: Path, entries: Sequence[oct.SliceEntry]) -> Iterator[Problem]:
     if site == "cirrus":
         subjects = {entry.group for entry in entries}
         if (len(entries), len(subjects)) != (48, 6):

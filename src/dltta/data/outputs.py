@@ -1,7 +1,7 @@
-"""7 prediction. How does the answer for a case become a file beside which its image could lie?
+"""7 prediction. How does the prediction for a case become a file that lies on its image?
 
-An answer has the format, size, spacing and orientation of the image: `NAME.png`, `NAME.tif`, `NAME.nii.gz`, or a DICOM
-segmentation `NAME.dcm`. It appears whole or not at all.
+A prediction has the format, size, spacing and orientation of the image: `NAME.png`, `NAME.tif`, `NAME.nii.gz`, or a
+DICOM segmentation `NAME.dcm`. It appears whole or not at all.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dltta.data.formats import dicom
-from dltta.data.formats.images import Geometry, ending, write_mask, write_volume, writing
+from dltta.data.formats.format import Geometry, ending
+from dltta.data.formats.images import write_mask, writing
+from dltta.data.formats.nifti import write_volume
 from dltta.data.inbox import PROBABILITIES, Incoming
 from dltta.errors import DataError
 
@@ -54,7 +56,7 @@ def write_probabilities(folder: Path | str, case: Incoming, probabilities: Array
 
 
 def _apart(folder: Path, case: Incoming) -> Path:
-    """The folder for answers, which is not one that images come from: the next look would take them for images."""
+    """The folder for predictions: not one that images come from, where they would be taken for images."""
     if folder.exists() and any(file.parent.exists() and folder.samefile(file.parent) for file in case.files):
-        raise DataError(f"{folder}: images come from this folder; choose another one for the answers")
+        raise DataError(f"{folder}: images come from this folder; choose another one for the predictions")
     return folder

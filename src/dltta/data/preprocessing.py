@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dltta.data.case import Case, Dataset, Task
+from dltta.data.case import Case
 from dltta.errors import SettingError
 
 Intensity = Literal["none", "scale", "zscore", "imagenet"]
@@ -62,6 +62,16 @@ class Preprocessing:
             return label
         return resize_label(label, self.size)
 
+    def case(self, case: Case) -> Case:
+        """Image and label as the network takes them, and the spacing between their positions."""
+        image = self.image(case.image)
+        label = None if case.label is None else self.label(case.label)
+        spacing = case.spacing
+        if spacing is not None and self.size is not None:
+            shrink = zip(spacing, case.image.shape[1:], image.shape[1:], strict=True)
+            spacing = tuple(mm * before / after for mm, before, after in shrink)
+        return replace(case, image=image, label=label, spacing=spacing)
+
 
 def resize(image: Tensor, size: Sequence[int]) -> Tensor:
     """(C, *spatial) to (C, *size), linearly."""
@@ -76,36 +86,3 @@ def resize_label(label: Tensor, size: Sequence[int]) -> Tensor:
 
 def _per_channel(values: Tensor, image: Tensor) -> Tensor:
     return values.to(image).view(-1, *[1] * (image.ndim - 1))
-
-
-@dataclass(frozen=True)
-class Preprocessed:
-    """A data set as a network takes it: every image and label preprocessed when asked for."""
-
-    dataset: Dataset
-    preprocessing: Preprocessing
-
-    @property
-    def site(self) -> str:
-        return self.dataset.site
-
-    @property
-    def task(self) -> Task:
-        return self.dataset.task
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return self.dataset.classes
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Case:
-        case = self.dataset[index]
-        image = self.preprocessing.image(case.image)
-        label = None if case.label is None else self.preprocessing.label(case.label)
-        spacing = case.spacing
-        if spacing is not None and self.preprocessing.size is not None:
-            shrink = zip(spacing, case.image.shape[1:], image.shape[1:], strict=True)
-            spacing = tuple(mm * before / after for mm, before, after in shrink)
-        return replace(case, image=image, label=label, spacing=spacing)

@@ -21,15 +21,16 @@ from numpy.typing import NDArray
 
 from dltta.data.case import Case, Task
 from dltta.data.formats.images import (
-    ENDINGS,
     Geometry,
     Image,
     difference,
     ending,
+    endings,
     read_channels,
     read_geometry,
     read_mask,
 )
+from dltta.data.names import split_channel, stem
 from dltta.data.slices import slice_axis
 from dltta.errors import DataError
 
@@ -45,7 +46,6 @@ _OLD_KEYS = {
     "file_extension": "file_ending",
 }
 _OTHER_ENDINGS = (".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".dcm", ".nrrd", ".mha", ".mhd")
-_CHANNEL = re.compile(r"(.+)_(\d{4})")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Description:
 
 
 @dataclass(frozen=True)
-class Entry:
+class SiteEntry:
     """The files of one case; `label` is a mask, a class value, or None where a test case has none."""
 
     name: str
@@ -90,33 +90,18 @@ class Entry:
     label: Path | int | None
 
 
+Found = tuple[list[SiteEntry], list[Problem]]  # cases, and what does not fit together
+
+
 class SiteFolder:
     """The cases of one site on disk, each read when it is asked for."""
 
-    def __init__(self, site: str, description: Description, entries: Sequence[Entry]) -> None:
+    def __init__(self, site: str, description: Description, entries: Sequence[SiteEntry]) -> None:
+        self.site, self.task, self.classes = site, description.task, description.classes
         self.description = description
         self.entries = tuple(entries)
-        self._site = site
-
-    @property
-    def site(self) -> str:
-        return self._site
-
-    @property
-    def task(self) -> Task:
-        return self.description.task
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return self.description.classes
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(entry.name for entry in self.entries)
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        return tuple(entry.group for entry in self.entries)
+        self.names = tuple(entry.name for entry in self.entries)
+        self.groups = tuple(entry.group for entry in self.entries)
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -143,6 +128,7 @@ class Slices:
 
     def __init__(self, volumes: SiteFolder) -> None:
         self.volumes = volumes
+        self.site, self.task, self.classes = volumes.site, volumes.task, volumes.classes
         self._axes: list[int] = []
         self._index: list[tuple[int, int]] = []  # (volume, slice)
         self._last: tuple[int, Case] | None = None  # neighboring slices are mostly asked for in a row
@@ -154,26 +140,8 @@ class Slices:
                 )
             self._axes.append(slice_axis(geometry))
             self._index += [(volume, position) for position in range(geometry.shape[self._axes[-1]])]
-
-    @property
-    def site(self) -> str:
-        return self.volumes.site
-
-    @property
-    def task(self) -> Task:
-        return self.volumes.task
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return self.volumes.classes
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(f"{self.volumes.names[volume]}_slice{position:03d}" for volume, position in self._index)
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        return tuple(self.volumes.groups[volume] for volume, _ in self._index)
+        self.names = tuple(f"{volumes.names[volume]}_slice{position:03d}" for volume, position in self._index)
+        self.groups = tuple(volumes.groups[volume] for volume, _ in self._index)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -220,7 +188,7 @@ def read_named_channels(files: Sequence[Path], channels: int) -> Image:
     return image
 
 
-def read_label(entry: Entry, image: Geometry, classes: Sequence[str]) -> NDArray[np.int64] | None:
+def read_label(entry: SiteEntry, image: Geometry, classes: Sequence[str]) -> NDArray[np.int64] | None:
     """The label of one case: (*spatial) in segmentation, () in classification."""
     if not isinstance(entry.label, Path):
         return None if entry.label is None else np.array(entry.label, dtype=np.int64)
@@ -271,8 +239,8 @@ def parse_description(path: Path, content: Mapping[str, Any]) -> Description:
         if key not in content:
             raise DataError(f"{path}: key {key!r} missing{_hint(key, content)}; see docs/data.md")
     found_ending = content["file_ending"]
-    if found_ending not in ENDINGS:
-        raise DataError(f"{path}: file_ending {found_ending!r}; use one of {' '.join(ENDINGS)}")
+    if found_ending not in endings():
+        raise DataError(f"{path}: file_ending {found_ending!r}; use one of {' '.join(endings())}")
     groups, pattern = content.get("groups", {}), content.get("group_pattern", GROUP_PATTERN)
     if not isinstance(groups, dict) or not all(isinstance(group, str) for group in groups.values()):
         raise DataError(f'{path}: groups must map cases to patients, {{"case1": "patient7"}}; correct it')
@@ -338,7 +306,7 @@ def _channels(path: Path, names: Any) -> tuple[str, ...]:
 # names on disk
 
 
-def find_entries(folder: Path, description: Description, split: Split) -> tuple[list[Entry], list[Problem]]:
+def find_entries(folder: Path, description: Description, split: Split) -> Found:
     """The cases of one split, and what does not fit together; looks at names, opens no image."""
     if description.task == "segmentation":
         entries, problems = _segmentation_entries(folder, description, split)
@@ -351,7 +319,9 @@ def find_entries(folder: Path, description: Description, split: Split) -> tuple[
     return entries, problems
 
 
-def _segmentation_entries(folder: Path, description: Description, split: Split) -> tuple[list[Entry], list[Problem]]:
+def _segmentation_entries(
+    folder: Path, description: Description, split: Split
+) -> tuple[list[SiteEntry], list[Problem]]:
     suffix = "Tr" if split == "train" else "Ts"
     images, labels = folder / f"images{suffix}", folder / f"labels{suffix}"
     if not images.is_dir():
@@ -359,7 +329,7 @@ def _segmentation_entries(folder: Path, description: Description, split: Split) 
     problems = [*_foreign(images, description), *_foreign(labels, description)]
     by_case, misnamed = case_files(images, description.ending or "")
     problems += misnamed
-    masks = {_stem(file, description.ending): file for file in _images(labels, description.ending)}
+    masks = {stem(file): file for file in _images(labels, description.ending)}
     labeled = split == "train" or labels.is_dir()
     entries = []
     for name, files in by_case.items():
@@ -375,7 +345,7 @@ def _segmentation_entries(folder: Path, description: Description, split: Split) 
             )
         else:
             paths = tuple(files[channel] for channel in sorted(files))
-            entries.append(Entry(name, description.group(name), paths, masks.get(name)))
+            entries.append(SiteEntry(name, description.group(name), paths, masks.get(name)))
     for name, file in masks.items():
         if name not in by_case:
             problems.append(
@@ -389,15 +359,15 @@ def case_files(images: Path, wanted: str) -> tuple[dict[str, dict[int, Path]], l
     cases: dict[str, dict[int, Path]] = {}
     problems = []
     for file in _images(images, wanted):
-        match = _CHANNEL.fullmatch(_stem(file, wanted))
-        if match is None:
-            problems.append(Problem(file, "no channel number", f"name it {_stem(file, wanted)}_0000{wanted}"))
+        name, channel = split_channel(file)
+        if channel is None:
+            problems.append(Problem(file, "no channel number", f"name it {name}_0000{wanted}"))
         else:
-            cases.setdefault(match[1], {})[int(match[2])] = file
+            cases.setdefault(name, {})[channel] = file
     return cases, problems
 
 
-def _listed_entries(folder: Path, description: Description, split: Split) -> tuple[list[Entry], list[Problem]]:
+def _listed_entries(folder: Path, description: Description, split: Split) -> Found:
     images = folder / ("images" if split == "train" else "imagesTs")
     table = folder / ("labels.csv" if split == "train" else "labelsTs.csv")
     if not images.is_dir():
@@ -407,9 +377,9 @@ def _listed_entries(folder: Path, description: Description, split: Split) -> tup
     if not table.is_file():
         if split == "train":
             return [], [*problems, Problem(table, "missing", "write one with the columns image,label")]
-        names = [_stem(file, description.ending) for file in files.values()]
+        names = [stem(file) for file in files.values()]
         return [
-            Entry(n, description.group(n), (f,), None) for n, f in zip(names, files.values(), strict=True)
+            SiteEntry(n, description.group(n), (f,), None) for n, f in zip(names, files.values(), strict=True)
         ], problems
     rows, unreadable = _read_table(table)
     problems += unreadable
@@ -424,9 +394,8 @@ def _listed_entries(folder: Path, description: Description, split: Split) -> tup
                 Problem(table, f"class {label!r} of {name!r} is not in dataset.json", _right_class(label, description))
             )
         else:
-            stem = _stem(files[name], description.ending)
-            value = description.classes.index(label)
-            entries.append(Entry(stem, group or description.group(stem), (files[name],), value))
+            case, value = stem(files[name]), description.classes.index(label)
+            entries.append(SiteEntry(case, group or description.group(case), (files[name],), value))
     for name, count in Counter(name for name, _, _ in rows).items():
         if count > 1:
             problems.append(Problem(table, f"image {name!r} is listed {count} times", "keep one row"))
@@ -436,7 +405,7 @@ def _listed_entries(folder: Path, description: Description, split: Split) -> tup
     return entries, [*problems, *_same_names(images, [entry.name for entry in entries])]
 
 
-def _class_folder_entries(folder: Path, description: Description) -> tuple[list[Entry], list[Problem]]:
+def _class_folder_entries(folder: Path, description: Description) -> Found:
     problems, entries = [], []
     for child in sorted(folder.iterdir()):
         if _holds_images(child) and child.name not in description.classes:
@@ -446,8 +415,8 @@ def _class_folder_entries(folder: Path, description: Description) -> tuple[list[
     for value, name in enumerate(description.classes):
         problems += _foreign(folder / name, description)
         for file in _images(folder / name, description.ending):
-            stem = _stem(file, description.ending)
-            entries.append(Entry(stem, description.group(stem), (file,), value))
+            case = stem(file)
+            entries.append(SiteEntry(case, description.group(case), (file,), value))
     return entries, [*problems, *_same_names(folder, [entry.name for entry in entries])]
 
 
@@ -477,9 +446,9 @@ def _foreign(folder: Path, description: Description) -> list[Problem]:
     wanted, problems = description.ending, []
     for file in sorted(folder.iterdir()) if folder.is_dir() else []:
         if file.suffix.lower() in _OTHER_ENDINGS:
-            problems.append(Problem(file, "unsupported ending", f"convert it to one of {' '.join(ENDINGS)}"))
+            problems.append(Problem(file, "unsupported ending", f"convert it to one of {' '.join(endings())}"))
         elif wanted is not None and _is_image(file) and not file.name.endswith(wanted):
-            twin = file.with_name(_stem(file, None) + wanted)
+            twin = file.with_name(stem(file) + wanted)
             what = f"two cases of one name: {twin.name} is there too" if twin.exists() else f"file_ending is {wanted}"
             problems.append(Problem(file, what, "convert or remove it, or correct dataset.json"))
     return problems
@@ -509,7 +478,3 @@ def _images(folder: Path, wanted: str | None = None) -> list[Path]:
 
 def _is_image(file: Path) -> bool:
     return ending(file) is not None and not file.name.startswith(".") and file.is_file()
-
-
-def _stem(file: Path, wanted: str | None) -> str:
-    return file.name[: -len(wanted or ending(file) or "")]

@@ -1,4 +1,4 @@
-"""1 images. How does a network for pictures take a volume: slice by slice, and how do its answers become one again?"""
+"""1 images. How is a volume cut into slices for a 2-D network, and its predictions put together again?"""
 
 from torch import Tensor
 
@@ -15,10 +15,10 @@ def slice_axis(geometry: Geometry) -> int:
 
 
 def to_slices(volume: Tensor, axis: int) -> Tensor:
-    """A volume (C, *spatial) as pictures (slices, C, *plane), cut across a spatial axis; a view, nothing is copied."""
+    """A volume (C, *spatial) as 2-D images (slices, C, *plane), cut across a spatial axis; a view, no copy."""
     return volume.movedim(1 + axis, 0)
 
 
 def from_slices(slices: Tensor, axis: int) -> Tensor:
-    """Pictures (slices, C, *plane) put back as a volume (C, *spatial): the inverse of `to_slices`, for any C."""
+    """2-D images (slices, C, *plane) put back as a volume (C, *spatial): the inverse of `to_slices`, for any C."""
     return slices.movedim(0, 1 + axis)

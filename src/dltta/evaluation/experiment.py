@@ -29,8 +29,7 @@ from dltta.config import (
     make_uda,
     open_dataset,
 )
-from dltta.data.case import Case, Dataset, Task
-from dltta.data.preprocessing import Preprocessed
+from dltta.data.case import Case, Cases, Dataset, Mapped
 from dltta.data.streams import SiteStream, split_stream, stream_order
 from dltta.errors import DataError, SettingError
 from dltta.evaluation.examples import Example, Keep, gather_examples
@@ -41,7 +40,8 @@ from dltta.evaluation.results import Results, StreamResult
 from dltta.evaluation.run import run_stream
 from dltta.evaluation.tables import by_target, method_label
 from dltta.files import write_atomically
-from dltta.models.io.checkpoint import Checkpoint, load_checkpoint, weights_checksum
+from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
+from dltta.models.io.fingerprint import fingerprint
 from dltta.models.io.opening import open_checkpoint
 from dltta.predictor import Predictor
 from dltta.recipes import (
@@ -182,7 +182,8 @@ class Bench:
     experiment: Experiment
     models: Mapping[str, str]  # by name: checksum of the weights
     data: Mapping[tuple[str, int], str]  # target and seed: checksum of the images as the network takes them
-    calibrations: Mapping[str, str | None]  # by name of the model
+    calibrations: Mapping[str, str]  # by name of the model: checksums of its networks' calibrations
+    trained_with: Mapping[str, Sequence[str]]  # losses of the source model and, if there is one, of TTT's network
 
     def key(self, job: Job) -> str:
         """A file name that changes when anything that decides the stream's outcome changes."""
@@ -258,10 +259,14 @@ def prepare(
             report = listener.training(job.seed)
             weights[job.model] = _weights(train_uda(experiment, job, models[job.seed], device, report))
     measured = {
-        f"seed_{seed}": None if model.calibration is None else model.calibration.checksum()
+        f"seed_{seed}": "".join(
+            each.calibration.checksum() for each in (model, model.joint) if each and each.calibration
+        )
         for seed, model in models.items()
     }
-    return Bench(experiment, weights, _data(experiment, models), measured), models
+    networks = {"source": models[0], "ttt": models[0].joint}
+    losses = {name: network.record["losses"] for name, network in networks.items() if network is not None}
+    return Bench(experiment, weights, _data(experiment, models), measured, losses), models
 
 
 def train_source(experiment: Experiment, seed: int, device: str, report: Report) -> Checkpoint:
@@ -328,7 +333,7 @@ def _dynamic_mean(bench: Bench, job: Job, device: str) -> float:
 
 def open_stream(experiment: Experiment, job: Job, device: str) -> tuple[Checkpoint, Dataset, list[int]]:
     """The trained model, the images as it takes them, and the order in which they come."""
-    checkpoint = load_checkpoint(_model_folder(experiment, job.model))
+    checkpoint = load_checkpoint(_model_folder(experiment, job.model)).for_method(job.method)
     checkpoint.model.to(device)
     dataset = _dataset(experiment, job.target, job.seed, checkpoint)
     site = dataset if job.target == VALIDATION else experiment.open(job.target)
@@ -342,7 +347,7 @@ def collect_results(bench: Bench, jobs: Sequence[Job]) -> Results:
     seeds = tuple(bench.experiment.training.seed + seed for seed in range(bench.experiment.seeds))
     provenance = replace(single[0].provenance, seeds=seeds, data=data)
     streams = tuple(_untimed(stream) for result in single for stream in result.streams)
-    return Results(bench.experiment.describe(), provenance, streams)
+    return Results({**bench.experiment.describe(), "trained_with": bench.trained_with}, provenance, streams)
 
 
 def _untimed(stream: StreamResult) -> StreamResult:
@@ -374,10 +379,10 @@ def training_curves(checkpoint: Checkpoint) -> dict[str, list[float]]:
     """What the report draws of source training: each loss by epoch."""
     curves: dict[str, list[float]] = {}
     for row in checkpoint.record.get("history", []):
-        if row["stage"] == "task":
-            for name in ("task", "rotation"):
-                if name in row:
-                    curves.setdefault(f"{name} loss", []).append(row[name])
+        if row["stage"] == "ttt":
+            curves.setdefault("rotation loss", []).append(row["rotation"])
+        elif row["stage"] == "task":
+            curves.setdefault("task loss", []).append(row["task"])
             if row["score"] is not None:
                 curves.setdefault(f"validation {checkpoint.record['metric']}", []).append(row["score"])
         else:
@@ -395,33 +400,17 @@ def gather_shown(bench: Bench, jobs: Sequence[Job], checkpoint: Checkpoint) -> l
     return gather_examples(kept, dataset.classes)
 
 
-@dataclass(frozen=True)
-class Subset:
-    """Some cases of one or several sites, as a data set of its own."""
-
-    cases: tuple[Case, ...]
-    site: str
-    task: Task
-    classes: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return len(self.cases)
-
-    def __getitem__(self, index: int) -> Case:
-        return self.cases[index]
-
-
 def _dataset(experiment: Experiment, target: str, seed: int, checkpoint: Checkpoint) -> Dataset:
     if target != VALIDATION:
-        return Preprocessed(experiment.open(target), checkpoint.preprocessing)
+        return Mapped(experiment.open(target), checkpoint.preprocessing.case)
     sites = [experiment.open(spec) for spec in experiment.source]
     cases = gather(sites)
     _, chosen = split_by_group(cases, experiment.training.validation, experiment.training.seed + seed)
     if not chosen:
         raise DataError("training kept no cases for validation, so there is no in-domain score; give in_domain a site")
     name = "+".join(site.site for site in sites)
-    held_out = Subset(tuple(cases[i] for i in chosen), name, sites[0].task, sites[0].classes)
-    return Preprocessed(held_out, checkpoint.preprocessing)
+    held_out = Cases(tuple(cases[i] for i in chosen), name, sites[0].task, sites[0].classes)
+    return Mapped(held_out, checkpoint.preprocessing.case)
 
 
 def _data(experiment: Experiment, models: Mapping[int, Checkpoint]) -> dict[tuple[str, int], str]:
@@ -437,11 +426,8 @@ def _data(experiment: Experiment, models: Mapping[int, Checkpoint]) -> dict[tupl
 
 
 def _weights(checkpoint: Checkpoint) -> str:
-    """Checksum of the network and its auxiliary parts."""
-    parts = [checkpoint.model]
-    parts += [checkpoint.rotation.head] if checkpoint.rotation else []
-    parts += [checkpoint.reconstructions.autoencoders] if checkpoint.reconstructions else []
-    return weights_checksum(*parts)
+    """Checksum of the networks and their auxiliary parts."""
+    return fingerprint(*checkpoint.modules())
 
 
 def _check_sites(experiment: Experiment) -> None:

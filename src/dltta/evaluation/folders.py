@@ -22,10 +22,10 @@ def score_folders(predictions: Path, labels: Path, *, progress: Progress = lambd
     """Score masks against masks of the same name, or a table of probabilities against `labels.csv`.
 
     `labels` is a site's `labelsTr` (its `dataset.json` names the classes) or `labels.csv`; every label needs a
-    prediction.
+    prediction. A table may be given by the folder of its `predictions.csv`.
     """
     if labels.is_file():
-        return _score_table(predictions, labels)
+        return _score_table(predictions / "predictions.csv" if predictions.is_dir() else predictions, labels)
     if not labels.is_dir():
         raise DataError(f"there is no {labels}; give a folder of masks or a labels.csv")
     return _score_masks(predictions, labels, progress)

@@ -1,6 +1,6 @@
 """What would each method do to a network? One step with each, on an image of noise."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,9 +14,8 @@ from dltta.core.adapter import Adapter
 from dltta.core.objectives import Objective
 from dltta.core.rates import Fixed
 from dltta.errors import DlttaError
-from dltta.models.inspection import Anatomy as NetworkSummary
-from dltta.models.inspection import Layer, count, statistics_changed
-from dltta.models.inspection import look as summarize
+from dltta.models.inspection import Layer, NetworkSummary, count, statistics_changed, summarize
+from dltta.models.io.checkpoint import training_words
 from dltta.models.io.opened import OpenedModel
 from dltta.models.io.probing import SIZES, noise
 from dltta.recipes import Method
@@ -36,6 +35,7 @@ class MethodCheck:
     share: float = 0.0  # of the network's parameters
     added: int = 0  # of the parameters that move, those put into the network
     statistics: int = 0  # layers that normalize by the test batch instead of the training set
+    losses: tuple[str, ...] | None = None  # that the network it starts from was trained with, where that is known
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ def overview(
 
 def _check(opened: OpenedModel, method: str, x: Tensor) -> MethodCheck:
     try:
+        opened = opened.for_method(method)
         objective = make_objective(method, opened)
         adapter = Adapter(opened.model, objective, Fixed(1e-3) if isinstance(objective, Objective) else None)
         adapter.step(x, case=f"an image of {_by(x.shape[2:])}")
@@ -108,7 +109,13 @@ def _check(opened: OpenedModel, method: str, x: Tensor) -> MethodCheck:
         share=numbers / count(opened.model),
         added=sum(parameter.numel() for name, parameter in moving.items() if name not in own),
         statistics=statistics_changed(opened.model, adapter.model),
+        losses=_losses(opened),
     )
+
+
+def _losses(opened: OpenedModel) -> tuple[str, ...] | None:
+    found = None if opened.checkpoint is None else opened.checkpoint.record.get("losses")
+    return None if found is None else tuple(found)
 
 
 def _heading(seen: Overview) -> Text:
@@ -131,7 +138,7 @@ def _layers(network: NetworkSummary) -> RenderableType:
             continue
         before = layer.output
         kind = f"{layer.repeats} x {layer.kind}" if layer.repeats else layer.kind
-        table.add_row(layer.name, kind, _output(layer), f"{layer.parameters:,}")
+        table.add_row(Text(layer.name), Text(kind), _output(layer), f"{layer.parameters:,}")
     if not hidden:
         return table
     kinds = ", ".join(f"{number} {kind}" for kind, number in hidden.items())
@@ -147,7 +154,7 @@ def _normalizations(network: NetworkSummary) -> RenderableType:
         return Text("no normalization layers")
     table = _table("normalization", "layers", "scale and shift", "statistics of the training set")
     for found in network.normalization:
-        table.add_row(found.kind, str(found.layers), str(found.affine), str(found.stored))
+        table.add_row(Text(found.kind), str(found.layers), str(found.affine), str(found.stored))
     return table
 
 
@@ -161,7 +168,18 @@ def _methods(seen: Overview) -> RenderableType:
                 (str(check.tensors), f"{check.parameters:,}", f"{check.share:.2%}") if check.tensors else ("0",) * 3
             )
             table.add_row(check.method, *numbers, _words(check))
-    return table
+    return Group(table, *_networks(seen))
+
+
+def _networks(seen: Overview) -> Iterator[Text]:
+    """Which methods start from which network, where training recorded it."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for check in seen.methods:
+        if check.losses is not None:
+            groups.setdefault(check.losses, []).append(check.method)
+    for losses, methods in groups.items():
+        verb = "starts" if len(methods) == 1 else "start"
+        yield Text(f"{', '.join(methods)} {verb} from the network trained with {training_words(losses)}", style="dim")
 
 
 def _words(check: MethodCheck) -> str:

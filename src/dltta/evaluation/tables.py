@@ -5,7 +5,7 @@ Values are shown in points (x 100), distances in their unit. The same results gi
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,6 +19,7 @@ from dltta.metrics import (
     higher_is_better,
     mean_defined,
 )
+from dltta.models.io.checkpoint import training_words
 from dltta.quality.decision import SEVERITY
 
 SIGNIFICANT = 0.05
@@ -312,9 +313,19 @@ def _notes(results: Results, rows: Sequence[Row], columns: Sequence[Column]) -> 
     if any(column.metric in DISTANCES for column in columns):
         notes.extend(_undefined_notes(results, columns))
     notes.extend(_decision_notes(results, columns))
+    notes.extend(_training_notes(results, {row.method for row in rows}))
     if (seeing := target_note(row.method for row in rows)) is not None:
         notes.append(seeing)
     return tuple(notes)
+
+
+def _training_notes(results: Results, methods: Collection[str]) -> Iterator[str]:
+    """How the networks that methods start from were trained, where the results say it."""
+    losses: Mapping[str, Sequence[str]] = results.config.get("trained_with", {})
+    if "source" in losses:
+        yield f"Source: trained with {training_words(losses['source'])}."
+    if "ttt" in losses and "ttt" in methods:
+        yield f"TTT starts from another network, trained with {training_words(losses['ttt'])}."
 
 
 def target_note(names: Iterable[str]) -> str | None:

@@ -19,21 +19,19 @@ from torch.func import functional_call
 
 from dltta.core.adapted import Layout
 from dltta.core.adapter import Adapter
-from dltta.core.objectives.objective import Objective, Preparation
+from dltta.core.objectives.objective import Objective, Predicts, Preparation
 from dltta.core.passes import run
 from dltta.core.rates import AnyRate
-from dltta.core.snapshot import Snapshot, load_state, state_of
+from dltta.core.snapshot import Snapshot
 from dltta.core.step import Step, Update
-from dltta.core.update import predicted
 from dltta.errors import NonFiniteError
 from dltta.models.calibration import LayerSamples
 from dltta.models.fast import speed_up
 from dltta.models.features import Seen
 from dltta.models.normalization import use_test_statistics
-from dltta.models.predictions import probabilities
 from dltta.models.statistics import InstanceStatistics
 from dltta.quality.decision import Decision, Outcome, Reason, of_batch
-from dltta.quality.guard import Guard, Objection
+from dltta.quality.guard import Guard
 from dltta.quality.signals import Candidate, ImageSignals, Network, UpdateSignals
 
 
@@ -74,17 +72,17 @@ class GuardedAdapter(Adapter):
         """As `Adapter.step`, as far as the guard allows."""
         with self._all_or_nothing(case) as begun, torch.inference_mode(False):
             x = self._begin(x)
-            before = begun if self.mode == "continual" else self._source
-            source, signals = self._image_signals(x)
+            signals = self._image_signals(x)
             decisions = self.guard.before(signals)
-            logits = source.clone()
-            updates: tuple[Update, ...] = ()
             chosen = [i for i, decision in enumerate(decisions) if decision is None]
             kept = [i for i, decision in enumerate(decisions) if decision and not decision.outcome.by_source]
-            if kept:  # normalized among all images that the source model does not predict
-                logits[kept] = self._with(self._start(), x[kept + chosen])[: len(kept)]
+            logits = signals.source.logits.clone()
+            updates: tuple[Update, ...] = ()
+            if kept:
+                logits[kept] = self._unadapted(signals, [*kept, *chosen])[: len(kept)]
             if chosen:
-                result = self._adapt_guarded(self._chosen(signals, source, chosen), before)
+                before = begun if self.mode == "continual" else self._source
+                result = self._adapt_guarded(self._of(signals, chosen), before)
                 updates = result.updates
                 if result.logits is not None:
                     logits[chosen] = result.logits
@@ -99,52 +97,57 @@ class GuardedAdapter(Adapter):
         self._last_accepted = self._source
 
     def _adapt_guarded(self, signals: ImageSignals, before: Snapshot) -> "_Result":
-        """Algorithm 1, then the first state whose prediction the guard does not object to."""
+        """Algorithm 1 if the guard accepts what it leads to, else what there is to fall back to."""
         x = signals.images
         updates: tuple[Update, ...] = ()
         try:
             seen, updates = self._adapt(x)
-            logits = predicted(self.objective, self.model, x, seen.logits)
+            logits = self._predicted(x, seen.logits)
         except NonFiniteError as error:
-            objection, numbers = Objection(Reason.NON_FINITE, str(error)), None
+            rejected = Decision(Outcome.SOURCE, Reason.NON_FINITE, str(error))
         else:
             review = self.guard.after(self._update_signals(signals, logits, signals.unadapted, updates))
             if review.objection is None:
                 self._last_accepted = before
                 return _Result(logits, seen, updates, Decision(Outcome.ACCEPTED, signals=review.numbers))
-            objection, numbers = review.objection, review.numbers
-        fallbacks = (
-            (Outcome.KEPT, before),
-            (Outcome.ROLLED_BACK, self._last_accepted),
-            (Outcome.ROLLED_BACK, self._source),
-        )
-        for outcome, state in fallbacks:
+            rejected = Decision(Outcome.SOURCE, review.objection.reason, review.objection.detail, review.numbers)
+        return self._fall_back(signals, before, updates, rejected)
+
+    def _fall_back(
+        self, signals: ImageSignals, before: Snapshot, updates: tuple[Update, ...], rejected: Decision
+    ) -> "_Result":
+        """The first state whose prediction the guard does not object to, each tried once; at last the source model."""
+        x = signals.images
+        outcomes = {before: Outcome.KEPT}
+        for earlier in (self._last_accepted, self._source):
+            outcomes.setdefault(earlier, Outcome.ROLLED_BACK)
+        for state, outcome in outcomes.items():
             state.restore()
             try:
                 seen = self._forward(x, learning=False)
-                logits = self._frozen(x, seen.logits)
+                logits = self._tried(x, seen.logits)
             except NonFiniteError:
                 continue
-            unadapted = Candidate(self._network(self._start()), x)
+            unadapted = signals.unadapted if state is before else Candidate(self._network(self._start()), x)
             if self.guard.after(self._update_signals(signals, logits, unadapted, ())).objection is None:
-                return _Result(logits, seen, updates, Decision(outcome, objection.reason, objection.detail, numbers))
-        return _Result(None, None, updates, Decision(Outcome.SOURCE, objection.reason, objection.detail, numbers))
+                return _Result(logits, seen, updates, replace(rejected, outcome=outcome))
+        return _Result(None, None, updates, rejected)
 
-    def _image_signals(self, x: Tensor) -> tuple[Tensor, ImageSignals]:
-        """The source model's logits, and all that the guard may ask about before the update."""
+    def _image_signals(self, x: Tensor) -> ImageSignals:
+        """All that the guard may ask about before the update; the source model's pass is the only one that is made."""
         source, instance = self._references
         samples = LayerSamples()
         with samples.watching(source):
-            logits = run(source, x, features=False, learning=False).logits
-        return logits, ImageSignals(
+            logits = _logits(source)(x)
+        return ImageSignals(
             x,
             samples.stacked(),
-            Candidate(_probabilities_of(source), x, probabilities(logits)),
-            Candidate(_probabilities_of(instance), x),
-            Candidate(self._network(self._start()), x),
+            source=Candidate(_logits(source), x, logits),
+            instance=Candidate(_logits(instance), x),
+            unadapted=Candidate(self._network(self._start()), x),
         )
 
-    def _chosen(self, signals: ImageSignals, source: Tensor, chosen: list[int]) -> ImageSignals:
+    def _of(self, signals: ImageSignals, chosen: list[int]) -> ImageSignals:
         """The signals of some images of the batch, which normalize each other without the others."""
         if len(chosen) == len(signals.images):
             return signals
@@ -152,9 +155,15 @@ class GuardedAdapter(Adapter):
         return replace(
             signals,
             images=x,
-            source=Candidate(_probabilities_of(self._references[0]), x, probabilities(source[chosen])),
+            source=Candidate(_logits(self._references[0]), x, signals.source.logits[chosen]),
             unadapted=Candidate(self._network(self._start()), x),
         )
+
+    def _unadapted(self, signals: ImageSignals, chosen: list[int]) -> Tensor:
+        """Logits of the source's parameters for these images, in this order, which normalize each other."""
+        if chosen == list(range(len(signals.images))):
+            return signals.unadapted.logits
+        return self._with(self._start(), signals.images[chosen])
 
     @torch.no_grad()
     def _update_signals(
@@ -163,10 +172,9 @@ class GuardedAdapter(Adapter):
         x, start = signals.images, self._start()
         moved = _length(now - then for now, then in zip(self._adapted, start.values(), strict=True))
         drift = moved / max(_length(start.values()), 1e-12)
-        adapted = Candidate(lambda images: probabilities(self._frozen(images, self._with({}, images))), x)
-        adapted.prediction = probabilities(logits)
-        if drift == 0:  # the same parameters: nothing to compute
-            unadapted = Candidate(self._network(start), x, adapted.prediction)
+        adapted = Candidate(lambda images: self._tried(images, self._with({}, images)), x, logits)
+        if drift == 0 and not isinstance(self.objective, Predicts):  # the same model: nothing to compute
+            unadapted = adapted
         rate = max((update.rate for update in updates), default=None)
         return UpdateSignals(adapted, unadapted, signals.source, drift, rate)
 
@@ -175,25 +183,15 @@ class GuardedAdapter(Adapter):
         return dict(zip(self._names, self._source.parameters(), strict=True))
 
     def _network(self, parameters: dict[str, Tensor]) -> Network:
-        """The network with these parameters in the place of its own: images to probabilities."""
-        return lambda images: probabilities(self._with(parameters, images))
+        """The network with these parameters in the place of its own."""
+        return lambda images: self._with(parameters, images)
 
     @torch.no_grad()
     def _with(self, parameters: dict[str, Tensor], x: Tensor) -> Tensor:
-        """Logits of the network with these parameters; statistics of the stream do not notice."""
-        latest = [layer.latest for layer in self._stateful]
-        logits: Tensor = functional_call(self.model, parameters, (x,))
-        for layer, kept in zip(self._stateful, latest, strict=True):
-            layer.latest = kept
+        """Logits of the network with these parameters in the place of its own."""
+        with self._unnoticed():
+            logits: Tensor = functional_call(self.model, parameters, (x,))
         return logits
-
-    def _frozen(self, x: Tensor, logits: Tensor) -> Tensor:
-        """What the objective predicts, without a trace in its state."""
-        state = state_of(self.objective)
-        try:
-            return predicted(self.objective, self.model, x, logits)
-        finally:
-            load_state(self.objective, state)
 
     def get_extra_state(self) -> dict[str, Any]:
         return {**super().get_extra_state(), "last_accepted": self._last_accepted.state_dict()}
@@ -234,8 +232,8 @@ def _references(model: nn.Module, layout: Layout) -> list[nn.Module]:
     return [source, instance]
 
 
-def _probabilities_of(model: nn.Module) -> Network:
-    return lambda images: probabilities(run(model, images, features=False, learning=False).logits)
+def _logits(model: nn.Module) -> Network:
+    return lambda images: run(model, images, features=False, learning=False).logits
 
 
 def _length(parts: Iterable[Tensor]) -> float:

@@ -1,6 +1,6 @@
 """6 update. What can be known about an image and its prediction without a label; each number is computed at most once.
 
-Predictions are probabilities (B, C, *positions).
+Logits and predictions, which are probabilities, are (B, C, *positions).
 """
 
 import math
@@ -13,33 +13,37 @@ import torch
 from torch import Tensor
 
 from dltta.core.discrepancy import batch_discrepancy
-from dltta.models.predictions import most_likely
+from dltta.models.predictions import most_likely, probabilities
 
-Network = Callable[[Tensor], Tensor]  # images to probabilities
+Network = Callable[[Tensor], Tensor]  # images to logits
 Shares = Sequence[tuple[float, float]]  # per class, the least and the greatest share of an image
 
 
 class Candidate:
-    """One model's prediction for a batch, and how it behaves; computed when first asked for."""
+    """One model's prediction for a batch, and how it behaves; computed when first asked for, or given."""
 
-    def __init__(self, network: Network, images: Tensor, prediction: Tensor | None = None) -> None:
+    def __init__(self, network: Network, images: Tensor, logits: Tensor | None = None) -> None:
         self._network, self._images = network, images
-        if prediction is not None:
-            self.prediction = prediction
+        if logits is not None:
+            self.logits = logits
+
+    @cached_property
+    def logits(self) -> Tensor:
+        return self._network(self._images)
 
     @cached_property
     def prediction(self) -> Tensor:
-        return self._network(self._images)
+        return probabilities(self.logits)
 
     @cached_property
     def flip_inconsistency(self) -> list[float]:
         """How much of each image's prediction changes when the image is flipped; mean over the axes."""
         axes, dense = range(2, self._images.ndim), self.prediction.ndim > 2
-        flipped = [self._network(self._images.flip(axis)).flip(axis if dense else ()) for axis in axes]
-        parts = [
-            (self.prediction[i : i + 1], [other[i : i + 1] for other in flipped]) for i in range(len(self._images))
+        flipped = [probabilities(self._network(self._images.flip(axis))).flip(axis if dense else ()) for axis in axes]
+        return [
+            fmean(change(self.prediction[i : i + 1], other[i : i + 1]) for other in flipped)
+            for i in range(len(self._images))
         ]
-        return [fmean(change(own, other) for other in others) for own, others in parts]
 
     @cached_property
     def marginal(self) -> Tensor:
@@ -57,9 +61,7 @@ class ImageSignals:
     """What can be known about images (B, C, *spatial) before anything is learned from them."""
 
     images: Tensor
-    layers: Mapping[
-        str, tuple[Tensor, Tensor]
-    ]  # what enters each batch normalization of the source model: means, variances
+    layers: Mapping[str, tuple[Tensor, Tensor]]  # means, variances at each batch normalization of the source model
     source: Candidate  # the source model
     instance: Candidate  # the same with instance statistics
     unadapted: Candidate  # the source's parameters with the statistics that the objective uses

@@ -1,20 +1,15 @@
-"""The main job: a model, images that arrive one by one, a prediction for each, and a record that survives anything.
+"""The main job: a model, images that arrive one by one, a prediction for each, and a record that survives a crash.
 
-OUT/
-  NAME.png …          the predictions, in the images' format and geometry
-  predictions.csv     classification instead: image, prediction, probability of each class
-  stream.jsonl        one line per case, hash-chained (`journal.py`)
-  state/              what was learned, version by version (`state.py`)
-For each batch in this order: predictions, state, log, table; while the disk works on that, the network works on the
-next batch. A case is done once its line is in the log; whatever a crash leaves without a line is done again from the
-same state, and comes out the same. A case that fails leaves no trace in the state: before the next one the latest
-version is loaded again.
+A case meets three rooms, each once: it is read (`reading.py`, in a thread that reads ahead), predicted
+(`predictor.py`), and kept: its files (`written.py`), then the state, the log and the table (`record.py`), in a thread
+that waits for the disk while the network works on the next batch.
+
+A case is done once its line is in the log. Whatever a crash leaves without a line is done again from the same state,
+and comes out the same. A case that fails leaves no trace in the state: before the next one the latest version is
+loaded again.
 """
 
-import errno
-import hashlib
 import json
-import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -26,29 +21,23 @@ from typing import Any, TypeAlias
 from dltta.config import make_adapter
 from dltta.core.adapter import Adapter
 from dltta.core.objectives import Source
-from dltta.data.formats import dicom
-from dltta.data.formats.images import ENDINGS, ending
-from dltta.data.inbox import Incoming, digest, read_incoming
-from dltta.data.outputs import write_prediction, write_probabilities
+from dltta.data.inbox import Incoming
 from dltta.data.prefetch import prefetch
-from dltta.errors import DataError, DlttaError, InputError, NonFiniteError, SettingError, StateError
-from dltta.files import remove_parts, sync_folder, write_atomically
+from dltta.errors import DataError, DlttaError, InputError, NonFiniteError, SettingError
+from dltta.files import sync_folder
 from dltta.models.io.opened import OpenedModel
-from dltta.predictor import Loaded, Prediction, Predictor, load
+from dltta.predictor import Loaded, Prediction, Predictor
 from dltta.recipes import Method, Recipe, paper
-from dltta.serving.index import PredictionTable, StreamIndex, shortest
-from dltta.serving.journal import Fields, Journal, on_disk, write_anchor
-from dltta.serving.naming import Naming
+from dltta.serving.journal import Fields, on_disk
+from dltta.serving.reading import Known, Reader, Unusable
+from dltta.serving.record import SCHEMA, STATE, Record
 from dltta.serving.settings import Deployment, OnError, StreamSettings
 from dltta.serving.state import Packed, StateFolder
+from dltta.serving.written import PredictionWriter
 from dltta.version import __version__
 
-SCHEMA = 2  # of stream.jsonl and the state folder
-LOG, TABLE, STATE = "stream.jsonl", "predictions.csv", "state"
-FILES = (("prediction", "sha256"), ("probabilities_file", "probabilities_sha256"))  # keys of a line
-
-CaseError: TypeAlias = DataError | InputError | NonFiniteError  # what one case can have, and the others not
-Tick = Callable[[Mapping[str, Any]], None]  # the line of a case that was dealt with
+CaseError: TypeAlias = DataError | InputError | NonFiniteError  # what is wrong with one case and not with the others
+Tick = Callable[[Mapping[str, Any]], None]  # called with the line of every case that is done
 
 
 @dataclass
@@ -57,23 +46,8 @@ class Summary:
 
     predicted: int = 0
     repeated: int = 0  # the same content under another name: predicted, not learned from again
-    before: int = 0  # had their prediction already
+    already_predicted: int = 0  # in an earlier run
     failed: list[str] = field(default_factory=list)  # one sentence each
-
-
-@dataclass(frozen=True)
-class Known:
-    """A case whose content was predicted before; not even read."""
-
-    digest: str
-
-
-@dataclass(frozen=True)
-class Broken:
-    """A case with content that is no image for this network."""
-
-    digest: str
-    error: DlttaError
 
 
 @dataclass(frozen=True)
@@ -101,7 +75,7 @@ class Stream:
         self.folder = StateFolder(output / STATE)
         self._resume = resume
         self._ahead = False  # whether the adapter may have seen more than its latest version on disk
-        self._keeping: Future[None] | None = None  # what is underway to the disk
+        self._keeping: Future[None] | None = None  # the batch that is on its way to the disk
         self._underway: frozenset[str] = frozenset()  # names and digests of its cases
         self._open = ExitStack()
 
@@ -110,7 +84,10 @@ class Stream:
             self.output.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             stack.enter_context(self.folder.locked())
-            self._begin()
+            self.record = Record(self.output, self.folder, self._description(), self.adapter, resume=self._resume)
+            self.naming, self.index = self.record.naming, self.record.index
+            self._read = Reader(self.opened, self.output, self.index)
+            self._writer = PredictionWriter(self.opened, self.output, self.naming, self.settings.save_probabilities)
             self._disk = stack.enter_context(ThreadPoolExecutor(1, "disk"))
             self._open = stack.pop_all()
         return self
@@ -122,9 +99,9 @@ class Stream:
         """Predict every case that has no prediction yet, in order."""
         self._summary, self._tick = Summary(), tick
         self._batch: list[Waiting] = []
-        self._echoes: list[tuple[Incoming, str]] = []  # cases with the content of one in the batch
+        self._copies: list[tuple[Incoming, str]] = []  # cases with the content of one in the batch
         try:
-            with closing(prefetch(cases, self._load, ahead=self.batch_size)) as arriving:
+            with closing(prefetch(cases, self._read, ahead=self.batch_size)) as arriving:
                 for case, found in arriving:
                     self._take(case, found)
                 self._finish_batch()
@@ -134,45 +111,29 @@ class Stream:
                 wait([self._keeping])
         return self._summary
 
-    # before the network
+    # what was read
 
-    def _load(self, case: Incoming) -> Loaded | Known | Broken:
-        """Read a case, in the thread that reads ahead; content that was predicted is not read again."""
-        if any(file.parent.resolve() == self.output.resolve() for file in case.files):
-            raise SettingError(f"{self.output} holds the images; choose another folder for the predictions")
-        before = _look(case)
-        found = digest(case)
-        if self.record.holds(found):
-            return Known(found)
-        try:
-            loaded = load(self.opened, read_incoming(case), found)
-        except (DataError, InputError) as error:
-            return Broken(found, error)
-        if _look(case) != before:
-            return Broken(found, DataError("it changed while it was read; give it once it is complete"))
-        return loaded
-
-    def _take(self, case: Incoming, found: Loaded | Known | Broken | DlttaError) -> None:
+    def _take(self, case: Incoming, found: Loaded | Known | Unusable | DlttaError) -> None:
         """Deal with a case at once, or let it wait for its batch."""
         if not isinstance(found, Loaded) or self._underway & {found.digest, self.naming.name(case, found.digest)}:
             self._settle()
         if isinstance(found, DlttaError):
             self._fail(case, None, found)
-        elif isinstance(found, Broken):
+        elif isinstance(found, Unusable):
             self._fail(case, found.digest, found.error)
-        elif (known := self.record.digest(self.naming.name(case, found.digest))) is not None:
-            self._again(case, found.digest, known)
-        elif self.record.holds(found.digest):
+        elif (known := self.index.digest(self.naming.name(case, found.digest))) is not None:
+            self._meet_again(case, found.digest, known)
+        elif self.index.holds(found.digest):
             self._repeat(case, found.digest)
         elif any(waiting.loaded.digest == found.digest for waiting in self._batch):
-            self._echoes.append((case, found.digest))
+            self._copies.append((case, found.digest))
         elif isinstance(found, Loaded):
             self._wait(Waiting(case, self.naming.name(case, found.digest), found))
         else:
             self._fail(case, found.digest, DataError("has the content of a case that could not be used"))
 
     def _wait(self, case: Waiting) -> None:
-        """For a batch, which is images of one shape."""
+        """For its batch, which is images of one shape."""
         if self._batch and self._batch[0].loaded.shape != case.loaded.shape:
             self._finish_batch()
         self._batch.append(case)
@@ -180,21 +141,21 @@ class Stream:
             self._finish_batch()
 
     def _finish_batch(self) -> None:
-        batch, echoes = self._batch, self._echoes
-        self._batch, self._echoes = [], []
+        batch, copies = self._batch, self._copies
+        self._batch, self._copies = [], []
         if batch:
             self._predict(batch)
-        for case, found in echoes:
+        for case, found in copies:
             self._take(case, Known(found))
 
-    def _again(self, case: Incoming, found: str, known: str) -> None:
-        """A name that has an prediction."""
+    def _meet_again(self, case: Incoming, found: str, known: str) -> None:
+        """A case whose name has a prediction already."""
         self._settle()
         if found != known:
             error = DataError("was predicted before with other content; give the new image another name")
             self._fail(case, found, error)
         else:
-            self._summary.before += 1
+            self._summary.already_predicted += 1
             self._tick({"case": self.naming.name(case, found)})
 
     # the network
@@ -221,7 +182,7 @@ class Stream:
         return blamed or dict.fromkeys(range(len(batch)), error)
 
     def _adapt(self, batch: Sequence[Waiting]) -> None:
-        """Adapt to a batch and predict it, all or nothing. The disk may still work on the batch before it."""
+        """Adapt to a batch and predict it, all or nothing, while the disk may still work on the batch before."""
         self._catch_up()
         self._ahead = True
         started = time.perf_counter()
@@ -231,35 +192,39 @@ class Stream:
         else:
             predictions = [self.predictor.segment(names[0], loaded[0])]
         self._settle()
-        written = [self._write(case, predicted) for case, predicted in zip(batch, predictions, strict=True)]
-        packed = self.folder.pack(self.record.version + 1, self.adapter)
-        state = {"state": packed.number, "state_sha256": packed.sha256}
-        seconds = round((time.perf_counter() - started) / len(batch), 4)
-        lines = [
-            {**_line(case, predicted), **files, **state, "seconds": seconds}
-            for case, predicted, files in zip(batch, predictions, written, strict=True)
-        ]
-        self._underway = frozenset(text for case in batch for text in (case.name, case.loaded.digest))
-        self._keeping = self._disk.submit(self._keep, packed, lines)
+        self._keep(batch, predictions, started)
         self._ahead = False
 
     def _catch_up(self) -> None:
-        """The adapter as the log says it is."""
+        """Bring the adapter to where the log ends."""
         if self._ahead:
             self._settle()
-            self.folder.load(self.record.version, self.record.sha256, self.adapter)
+            self.record.restore_adapter()
             self._ahead = False
 
-    # after the network
+    # what is kept
 
-    def _keep(self, packed: Packed, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Onto the disk, in an order that bears a power cut at any moment: predictions, state, log."""
-        if self.table is None:  # predictions are files
+    def _keep(self, batch: Sequence[Waiting], predictions: Sequence[Prediction], started: float) -> None:
+        """Write the predictions, and begin to bring state, log and table to the disk."""
+        done = list(zip(batch, predictions, strict=True))
+        files = [self._writer.write(waiting.case, waiting.loaded, prediction) for waiting, prediction in done]
+        packed = self.folder.pack(self.index.version + 1, self.adapter)
+        same = {"state": packed.number, "state_sha256": packed.sha256}
+        same["seconds"] = round((time.perf_counter() - started) / len(batch), 4)
+        lines = [{**_line(*each), **written, **same} for each, written in zip(done, files, strict=True)]
+        self._underway = frozenset(text for case in batch for text in (case.name, case.loaded.digest))
+        self._keeping = self._disk.submit(self._put, packed, lines)
+
+    def _put(self, packed: Packed, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Onto the disk, in an order in which a power cut does no harm: predictions, state, log, table."""
+        if self.opened.task == "segmentation":
             with on_disk(self.output):
                 sync_folder(self.output)
         self.folder.put(packed)
-        self._commit(lines)
+        self.record.append(lines)
         self._summary.predicted += len(lines)
+        for line in lines:
+            self._tick(line)
 
     def _settle(self) -> None:
         """Wait until the batch before is on the disk."""
@@ -274,61 +239,23 @@ class Stream:
             if self._keeping.done():
                 self._keeping, self._underway = None, frozenset()
 
-    def _write(self, case: Waiting, predicted: Prediction) -> Fields:
-        """The prediction's files and what the log says of them; a classification is a row of the table."""
-        if self.opened.task == "classification":
-            prediction = self.opened.classes[int(self.opened.labels(predicted.probabilities))]
-            image = self.naming.image(case.case, case.loaded.digest)
-            return {
-                "image": image,
-                "prediction": prediction,
-                "probabilities": shortest(predicted.probabilities.tolist()),
-            }
-        named, geometry = replace(case.case, name=case.name), case.loaded.geometry
-        labels, files = self.opened.labels(predicted.probabilities), []
-        try:
-            files.append(write_prediction(self.output, named, labels.numpy(), geometry, self.opened.classes))
-            if self.settings.save_probabilities:
-                files.append(write_probabilities(self.output, named, predicted.probabilities.numpy(), geometry))
-        except DataError as error:
-            for file in files:
-                file.unlink()
-            if _disk(error):
-                raise StateError(f"{error}, then --resume") from error
-            raise
-        return _named(files)
-
     def _repeat(self, case: Incoming, found: str) -> None:
         """The same content under another name: the same prediction, and nothing is learned from it twice."""
         self._settle()
-        name, first = self.naming.name(case, found), self.record.first(found)
+        first = self.index.first(found)
         try:
-            files = self._copied(case, name, first)
+            files = self._writer.copy(case, found, first)
         except DataError as error:
             self._fail(case, found, error)
             return
-        if "image" in first:
-            files["image"] = self.naming.image(case, found)
-        self._commit([{"case": name, "input": found, "repeats": first["case"], **files, "state": self.record.version}])
+        name = self.naming.name(case, found)
+        line = {"case": name, "input": found, "repeats": first["case"], **files, "state": self.index.version}
+        self.record.append([line])
         self._summary.repeated += 1
-
-    def _copied(self, case: Incoming, name: str, first: Fields) -> Fields:
-        """Copies of the files of an earlier case's prediction, or its row of the table."""
-        if "sha256" not in first:
-            return {key: first[key] for key in ("prediction", "probabilities")}
-        copies = []
-        for key, checksum in FILES:
-            if key in first:
-                before = self.output / first[key]
-                if not before.is_file() or _sha256(before) != first[checksum]:
-                    raise DataError(f"repeats {first['case']}, whose prediction {before.name} is gone; put it back")
-                copies.append(self.output / f"{name}{_ending(before.name.removeprefix(first['case']), case)}")
-                with on_disk(copies[-1]):
-                    write_atomically(copies[-1], before.read_bytes())
-        return _named(copies)
+        self._tick(line)
 
     def _fail(self, case: Incoming, found: str | None, error: DlttaError) -> None:
-        """Stop with the case's name, or write the failure down and go on."""
+        """Stop with the case's name, or write the failure into the log and go on."""
         if not isinstance(error, CaseError):
             raise error
         name = self.naming.name(case, found)
@@ -338,52 +265,9 @@ class Stream:
         self._settle()
         self._summary.failed.append(sentence)
         line: Fields = {"case": name, "input": found, "error": type(error).__name__}
-        line |= {"detail": self.naming.reason(error, case, name), "state": self.record.version}
-        self.record.fail(line)
+        line |= {"detail": self.naming.reason(error, case, name), "state": self.index.version}
+        self.index.fail(line)
         self._tick(line)
-
-    def _commit(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        self.record.append(lines)
-        if self.table is not None:
-            self.table.append(lines)
-        for line in lines:
-            self._tick(line)
-
-    # the record
-
-    def _begin(self) -> None:
-        """Open the log, or start one, and bring the adapter to where it ends."""
-        path = self.output / LOG
-        journal = Journal(path, self.folder.anchor)
-        if journal.size and not self._resume:
-            raise SettingError(f"{self.output} already holds a stream; add --resume to continue it, or choose another")
-        remove_parts(self.output)
-        self.folder.clean()
-        wanted = self._description()
-        if journal.size:
-            require_schema(self.folder.description(), self.output)
-            _require_same(self.folder.description(), wanted, self.output)
-        else:
-            self._start(journal, wanted)
-        self.naming = Naming(self.folder.description().get("key"))
-        self.record = StreamIndex(journal)
-        self.table = (
-            PredictionTable(self.output / TABLE, self.opened.classes) if self.opened.task == "classification" else None
-        )
-        if self.table is not None:
-            self.table.rewrite(line.entry for line in journal)
-        with on_disk(self.folder.anchor):
-            write_anchor(self.folder.anchor, journal.head)
-        self.folder.load(self.record.version, self.record.sha256, self.adapter)
-
-    def _start(self, journal: Journal, description: Fields) -> None:
-        _require_room(self.output)
-        key = {"key": secrets.token_hex(16)} if self.settings.anonymize else {}
-        self.folder.describe({**description, **key})
-        with on_disk(self.folder.anchor):
-            write_anchor(self.folder.anchor, journal.head)
-        first = {"state": 0, "state_sha256": self.folder.save(0, self.adapter)}
-        journal.append([{"event": "start", **description, **first}])
 
     def _description(self) -> Fields:
         """What a resumed stream must share with its beginning."""
@@ -404,23 +288,21 @@ class Stream:
 
 def _resolved(opened: OpenedModel, settings: StreamSettings) -> Recipe:
     """The recipe with a value for everything, as this model runs it."""
-    recipe = paper(Method.SOURCE) if settings.deployment == Deployment.FROZEN else settings.recipe
-    if recipe.batch_size is None and settings.recipe.batch_size is not None:
-        recipe = replace(recipe, batch_size=settings.recipe.batch_size)
+    recipe = settings.recipe
+    if settings.deployment == Deployment.FROZEN:
+        recipe = replace(paper(Method.SOURCE), batch_size=settings.recipe.batch_size)
     resolved = recipe.resolved(opened.task, calibrated=opened.calibration is not None)
     if opened.task == "segmentation" and resolved.batch_size != 1:
-        raise SettingError(
-            f"a batch of {resolved.batch_size} images cannot be; segmentations are adapted to one by one"
-        )
+        raise SettingError(f"segmentations are adapted to one by one, got a batch size of {resolved.batch_size}; use 1")
     return resolved
 
 
-def _line(case: Waiting, predicted: Prediction) -> Fields:
-    """How a prediction came about."""
-    step, decision = predicted.step, predicted.decision
+def _line(waiting: Waiting, prediction: Prediction) -> Fields:
+    """What the log says of how a prediction came about."""
+    step, decision = prediction.step, prediction.decision
     line: Fields = {
-        "case": case.name,
-        "input": case.loaded.digest,
+        "case": waiting.name,
+        "input": waiting.loaded.digest,
         "loss": step.loss,
         "discrepancy": step.discrepancy,
         "rate": step.rate,
@@ -428,61 +310,4 @@ def _line(case: Waiting, predicted: Prediction) -> Fields:
         "reason": None if decision is None else decision.reason,
         "detail": None if decision is None else decision.detail,
     }
-    return line if predicted.change is None else {**line, "change": predicted.change}
-
-
-def _named(files: Sequence[Path]) -> Fields:
-    """What the log says of an prediction's files."""
-    entry: Fields = {}
-    for (key, checksum), file in zip(FILES, files, strict=False):
-        entry |= {key: file.name, checksum: _sha256(file)}
-    return entry
-
-
-def _ending(of: str, case: Incoming) -> str:
-    """The ending of an prediction like another one: that of this case's file where both are of one format."""
-    own = ending(case.files[0])
-    return own if own is not None and of in ENDINGS and ENDINGS[own] == ENDINGS[of] else of
-
-
-def _look(case: Incoming) -> list[tuple[int, int]]:
-    """What changes while a file is being written."""
-    try:
-        return [(status.st_size, status.st_mtime_ns) for status in (file.stat() for file in case.files)]
-    except OSError:  # gone: reading it will say so
-        return []
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _disk(error: DataError) -> bool:
-    """Whether the disk is to blame for an prediction that cannot be written, and not the case and its long name."""
-    return isinstance(error.__cause__, OSError) and error.__cause__.errno != errno.ENAMETOOLONG
-
-
-def _require_room(output: Path) -> None:
-    """A new stream must not write over what somebody else has put there."""
-    foreign = (*ENDINGS, *dicom.ENDINGS, ".npz")
-    there = [path.name for path in output.iterdir() if path.name.lower().endswith(foreign) or path.name == TABLE]
-    if there:
-        raise SettingError(f"{output} holds {min(there)}, which is not ours; choose an empty folder")
-
-
-def require_schema(description: Mapping[str, Any], output: Path) -> None:
-    """A stream of an older release is refused, not guessed at."""
-    if description.get("schema") != SCHEMA:
-        found = description.get("schema", 1)
-        raise StateError(f"{output} has a log of schema {found}, this version writes {SCHEMA}; begin a new stream")
-
-
-def _require_same(found: Mapping[str, Any], wanted: Mapping[str, Any], output: Path) -> None:
-    for key, value in wanted.items():
-        if isinstance(value, Mapping) and isinstance(found.get(key), Mapping):
-            _require_same(found[key], value, output)
-        elif key != "dltta" and found.get(key) != value:
-            begun, now = ("another network", "this one") if key == "network" else (f"{key} {found.get(key)}", value)
-            raise StateError(
-                f"{output} was begun with {begun}, not {now}; resume with the same, or choose another folder"
-            )
+    return line if prediction.change is None else {**line, "change": prediction.change}

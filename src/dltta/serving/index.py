@@ -1,6 +1,6 @@
 """What has a stream done so far? Its log, looked up by the names and the contents of its cases.
 
-In memory are 32 bytes of hash per case, its name and where its line begins; all else is read from the log when needed.
+Memory holds the name, the hash and the place of the line of each case; all else is read from the log when needed.
 """
 
 import csv
@@ -16,11 +16,11 @@ from dltta.serving.journal import Fields, Journal, Line, on_disk
 
 
 class StreamIndex:
-    """Every case that was predicted, and the version of the state that came of it."""
+    """The cases that were predicted, and the current version of the state."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
-        self.version, self.sha256 = 0, ""  # the current one and the hash of its file
+        self.version, self.sha256 = 0, ""  # the current version of the state and the hash of its file
         self._digests: dict[str, bytes] = {}  # by name
         self._places: dict[bytes, int] = {}  # by content: where the line of the first such case begins
         self._failures: set[tuple[str, ...]] = set()
@@ -28,7 +28,7 @@ class StreamIndex:
             self._index(line)
 
     def digest(self, name: str) -> str | None:
-        """The content that was predicted under this name; upper and lower case are one."""
+        """The content that was predicted under this name, ignoring upper and lower case."""
         found = self._digests.get(name.casefold())
         return None if found is None else found.hex()
 
@@ -46,7 +46,7 @@ class StreamIndex:
             self._index(line)
 
     def fail(self, entry: Mapping[str, Any]) -> None:
-        """The line of a case that could not be used, unless the same was said before."""
+        """The line of a case that could not be used, unless the same line is there already."""
         if _failure(entry) not in self._failures:
             self.append([entry])
 
@@ -67,7 +67,7 @@ def _failure(entry: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 class PredictionTable:
-    """`predictions.csv`: the predictions of a classification, made from the log and therefore never ahead of it."""
+    """`predictions.csv`: the predictions of a classification, written from the log and after it."""
 
     def __init__(self, path: Path, classes: Sequence[str]) -> None:
         self.path, self.classes = path, classes
@@ -98,5 +98,5 @@ def _row(entry: Mapping[str, Any]) -> list[Any]:
 
 
 def shortest(values: Iterable[float]) -> list[float]:
-    """float32 numbers by the fewest digits that tell them apart: 0.1 rather than 0.10000000149011612."""
+    """float32 numbers with the fewest digits that give them back: 0.1 rather than 0.10000000149011612."""
     return [float(str(np.float32(value))) for value in values]

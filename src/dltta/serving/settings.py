@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from dltta.recipes import Recipe, recommended
+from dltta.recipes import Recipe, choice, recommended
 
 
 class Deployment(StrEnum):
@@ -33,3 +33,7 @@ class StreamSettings:
     on_error: OnError = OnError.STOP
     save_probabilities: bool = False
     anonymize: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "deployment", choice("deployment", self.deployment, Deployment))
+        object.__setattr__(self, "on_error", choice("on_error", self.on_error, OnError))

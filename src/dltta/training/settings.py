@@ -1,4 +1,4 @@
-"""Source side. How is the source network trained? Every default with where it comes from."""
+"""Source side. How is the source model trained? Every default with where it comes from."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal

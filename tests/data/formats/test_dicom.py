@@ -106,7 +106,7 @@ def test_monochrome1_is_turned_round_before_it_is_rescaled(tmp_path, kind, bits,
     assert image.geometry.limit is None
 
 
-def test_an_x_ray_is_a_picture_of_rows_and_columns(tmp_path):
+def test_an_x_ray_is_a_2d_image_of_rows_and_columns(tmp_path):
     pixels = noise(4, 6, kind=np.uint16)
     file = write_dicom(tmp_path / "a.dcm", pixels, ImagerPixelSpacing=[0.2, 0.1], BitsStored=12, HighBit=11)
     image = read_series([file])
@@ -176,7 +176,8 @@ def changed(**elements):
         ({"each": changed(PixelSpacing=None)}, "PixelSpacing is missing"),
         ({"PixelSpacing": [0.0, 1.0]}, r"PixelSpacing \[0.0, 1.0\] is no distance"),
         ({"each": changed(FrameOfReferenceUID=generate_uid())}, "another frame of reference"),
-        ({"each": changed(ImagePositionPatient=[-100, -80, 32.5])}, "two slices at one place"),
+        ({"each": changed(ImagePositionPatient=[-100, -80, 32.5])}, "slice001.dcm and slice002.dcm at one place"),
+        ({"SOPInstanceUID": generate_uid()}, "slice001.dcm: has the identifier of slice000.dcm"),
         ({"each": changed(ImagePositionPatient=[-100, -80, 36])}, r"slices 1.5 to 3.5 mm apart"),
         ({"each": changed(ImagePositionPatient=[-100, -79, 35])}, "up to 1 mm off an even grid"),
         ({"each": changed(ImagePositionPatient=[-100, -80, 99])}, "are missing between others"),
@@ -339,7 +340,7 @@ def test_highdicom_reads_the_same_labels_slice_by_slice(tmp_path):
     assert np.array_equal(planes.transpose(2, 1, 0), labels)
 
 
-def test_an_answer_of_background_only_is_written_whole(tmp_path):
+def test_a_prediction_of_background_only_is_written_whole(tmp_path):
     _, image, labels, _ = segmented(tmp_path)
     write_segmentation(tmp_path / "empty.dcm", labels * 0, image.geometry, ("background", "liver", "tumor"))
     found = pydicom.dcmread(tmp_path / "empty.dcm")
@@ -358,7 +359,7 @@ def test_the_same_labels_give_the_same_bytes_and_others_another_identifier(tmp_p
     assert one.SeriesInstanceUID == other.SeriesInstanceUID
 
 
-def test_pictures_without_a_place_in_the_patient_are_segmented_too(tmp_path):
+def test_images_without_a_place_in_the_patient_are_segmented_too(tmp_path):
     for name, pixels in (("x.dcm", noise(4, 6, kind=np.uint16)), ("us.dcm", noise(4, 6, 3, kind=np.uint8))):
         image = read_series([write_dicom(tmp_path / name, pixels)])
         labels = (image.array[0] > 300 if name == "x.dcm" else image.array[0] > 100).astype(int)
@@ -388,7 +389,7 @@ def test_a_header_without_patient_or_study_details_is_enough(tmp_path):
     assert pydicom.dcmread(tmp_path / "seg.dcm").PatientID in ("", None)
 
 
-def test_malformed_dates_are_left_empty_rather_than_losing_the_answer(tmp_path, monkeypatch):
+def test_malformed_dates_are_left_empty_rather_than_losing_the_prediction(tmp_path, monkeypatch):
     monkeypatch.setattr(pydicom.config.settings, "writing_validation_mode", pydicom.config.IGNORE)
     wrong = {"PatientBirthDate": "19700231", "PatientSex": "male", "StudyDate": "unknown", "StudyTime": "99:99"}
     files = write_series(tmp_path, noise(2, 3, 3), **wrong)

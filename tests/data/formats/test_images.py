@@ -141,7 +141,7 @@ def test_a_scaled_image_leaves_no_slope_in_its_mask(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "highest"), [("m.png", 7), ("m.png", 300), ("m.tif", 7), ("m.tif", 300)])
-def test_masks_of_pictures_come_back_as_written(tmp_path, name, highest):
+def test_masks_of_2d_images_come_back_as_written(tmp_path, name, highest):
     labels = np.array([[0, 1, 2], [3, 4, highest]])
     kind = "png" if name.endswith("png") else "tiff"
     write_mask(tmp_path / name, labels, Geometry(kind, (2, 3), 3))
@@ -179,7 +179,7 @@ def test_a_failed_write_keeps_the_old_mask_and_leaves_nothing_half_written(tmp_p
         (np.zeros((4, 3), int), "m.png", r"size of its image \(3, 4\), found \(4, 3\)"),
         (np.zeros((3, 4)), "m.png", "float64; take the argmax"),
         (np.full((3, 4), -1), "m.png", "found -1"),
-        (np.zeros((3, 4), int), "m.tif", "the image is PNG, its mask cannot be TIFF"),
+        (np.zeros((3, 4), int), "m.tif", "the image is png, its mask cannot be TIFF"),
     ],
 )
 def test_masks_that_do_not_fit_are_refused(tmp_path, labels, name, says):
@@ -225,7 +225,7 @@ SAYS = {
     "truncated NIfTI": "cannot be read as NIfTI",
     "NaN": "2 of 3 values are NaN or infinite",
     "4-D": r"4-D NIfTI \(2, 2, 2, 3\)",
-    "ending": "unsupported ending; use one of .png",
+    "ending": "unsupported ending; use one of .nii .nii.gz .png",
     "CMYK": "CMYK images are not supported",
     "pages": "found axes",
     "empty": "cannot be read as TIFF",

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from dltta.data.case import Mapped, without_label
 from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DataError, SettingError, StateError
 from dltta.models.io.checkpoint import load_checkpoint
@@ -14,7 +15,7 @@ from dltta.training import TrainingSettings
 from dltta.training.examples import Examples
 from dltta.training.fit import Plan
 from dltta.training.uda import UDATraining
-from dltta.training.uda.domains import Images, Mixed, Unlabeled, read_domains
+from dltta.training.uda.domains import Images, Mixed, read_domains
 from dltta.training.uda.training import frozen
 from frames import Stop, frame, same, stop_at, untrained
 from sites import Blobs, Locked
@@ -60,8 +61,8 @@ def test_target_labels_cannot_be_read_through_the_frame(tmp_path):
     site = Locked(Blobs(site="there"))
     with pytest.raises(AssertionError, match="label was read"):
         _ = site[0].label
-    assert object.__getattribute__(Unlabeled(site)[0], "label") is None
-    assert torch.equal(Unlabeled(site)[0].image, Blobs()[0].image)
+    assert object.__getattribute__(Mapped(site, without_label)[0], "label") is None
+    assert torch.equal(Mapped(site, without_label)[0].image, Blobs()[0].image)
     checkpoint = frame(tmp_path, TwoStages(), targets=[site]).run()
     assert checkpoint.record["uda"]["target_images"] == 8
 

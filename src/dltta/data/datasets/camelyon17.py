@@ -55,29 +55,20 @@ class Camelyon17:
     `folder` is `camelyon17_v1.0` or the folder that holds it. The case's site is its center, its group the patient.
     """
 
+    task: Task = "classification"
+    classes = ("normal", "tumor")
+
     def __init__(self, folder: Path | str, site: str) -> None:
         if site not in (*CENTERS, *SPLITS):
             raise DataError(f"no part {site!r} in Camelyon17; use one of {', '.join((*CENTERS, *SPLITS))}")
         self.folder = find_folder(Path(folder))
-        self._site = site
+        self.site = site
         rows = list(read_metadata(self.folder / "metadata.csv"))
         self.patches = tuple(p for p in rows if site in (p.split, CENTERS[p.center]))
         if not self.patches:
             raise DataError(
                 f"{self.folder / 'metadata.csv'}: no patches of {site}; the file is cut short, load it again"
             )
-
-    @property
-    def site(self) -> str:
-        return self._site
-
-    @property
-    def task(self) -> Task:
-        return "classification"
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return ("normal", "tumor")
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -63,7 +63,7 @@ _ABOVE = 0.030  # mm kept above a retina that is thicker than the crop
 
 
 @dataclass(frozen=True)
-class Entry:
+class SliceEntry:
     """The files of one B-scan."""
 
     name: str
@@ -82,6 +82,9 @@ class OCT:
     size and prepared; others are refused.
     """
 
+    task: Task = "segmentation"
+    classes = ("background", *LAYERS)
+
     def __init__(
         self, folder: Path | str, site: str, *, split: Split = "all", spacing: tuple[float, float] | None = None
     ) -> None:
@@ -93,7 +96,7 @@ class OCT:
             )
         self.folder = find_site(Path(folder), site)
         self.spacing = spacing
-        self._site = site
+        self.site = site
         entries = list_slices(self.folder)
         if split != "all":
             wanted = {subject for part in split.split("+") for subject in SPECTRALIS_SPLIT[part]}
@@ -101,26 +104,8 @@ class OCT:
         if not entries:
             raise DataError(f"{self.folder}: no slices of {split}; subjects are named hc01 ... ms21 (docs/data.md)")
         self.entries = tuple(entries)
-
-    @property
-    def site(self) -> str:
-        return self._site
-
-    @property
-    def task(self) -> Task:
-        return "segmentation"
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return ("background", *LAYERS)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(entry.name for entry in self.entries)
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        return tuple(entry.group for entry in self.entries)
+        self.names = tuple(entry.name for entry in self.entries)
+        self.groups = tuple(entry.group for entry in self.entries)
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -148,7 +133,7 @@ def find_site(folder: Path, site: str) -> Path:
     raise DataError(f"{folder}: no folder {names[0]}; put the {site} data there (docs/data.md)")
 
 
-def list_slices(folder: Path) -> list[Entry]:
+def list_slices(folder: Path) -> list[SliceEntry]:
     """The B-scans of a site, by subject and position."""
     if (folder / "vol").is_dir():
         return [entry for path in sorted((folder / "vol").glob("*.vol")) for entry in _volume_entries(folder, path)]
@@ -156,7 +141,7 @@ def list_slices(folder: Path) -> list[Entry]:
         raise DataError(f"{folder}: neither vol/ nor image/; see docs/data.md for both forms")
     files = sorted((folder / "image").glob("*.png"), key=lambda path: _natural(path.stem))
     return [
-        Entry(path.stem, subject(re.sub(r"_\d+$", "", path.stem)), path, _label_of(folder, path.stem), None)
+        SliceEntry(path.stem, subject(re.sub(r"_\d+$", "", path.stem)), path, _label_of(folder, path.stem), None)
         for path in files
     ]
 
@@ -167,7 +152,7 @@ def subject(volume: str) -> str:
     return match[0] if match else volume
 
 
-def read_slice(entry: Entry, spacing: tuple[float, float] | None) -> tuple[Floats, Floats, tuple[float, float]]:
+def read_slice(entry: SliceEntry, spacing: tuple[float, float] | None) -> tuple[Floats, Floats, tuple[float, float]]:
     """One B-scan, flattened and cropped: image in 0..1, boundaries (9, columns), spacing."""
     if entry.position is not None:
         header = read_vol_header(entry.image)
@@ -177,10 +162,10 @@ def read_slice(entry: Entry, spacing: tuple[float, float] | None) -> tuple[Float
             found = f"{len(delineation)} B-scans, {entry.image.name} has {header.slices}"
             raise DataError(f"{entry.label}: {found}; use the volume's own file")
         return flatten_and_crop(image, delineation[entry.position], header.spacing)
-    picture = read_image(entry.image)
-    if len(picture.array) != 1:
-        raise DataError(f"{entry.image}: a B-scan is grey, found {len(picture.array)} channels; save it as grey")
-    image = picture.array[0].astype(np.float64) / (picture.geometry.limit or 1)
+    stored = read_image(entry.image)
+    if len(stored.array) != 1:
+        raise DataError(f"{entry.image}: a B-scan is grey, found {len(stored.array)} channels; save it as grey")
+    image = stored.array[0].astype(np.float64) / (stored.geometry.limit or 1)
     boundaries = read_boundaries(entry.label, image.shape[1])
     spacing = spacing or acquired_spacing(entry.image, *image.shape)
     if spacing is None:
@@ -442,18 +427,17 @@ def resize(
     rows, columns = image.shape
     if (rows, columns) == size:
         return image, boundaries, spacing
-    picture = torch.from_numpy(image)[None, None]
-    resized = interpolate(picture, size=size, mode="bilinear", antialias=True)[0, 0].numpy()
+    resized = interpolate(torch.from_numpy(image)[None, None], size=size, mode="bilinear", antialias=True)[0, 0].numpy()
     at = (np.arange(size[1]) + 0.5) * columns / size[1] - 0.5  # the old columns under the new ones
     moved = np.array([np.interp(at, np.arange(columns), boundary) for boundary in boundaries])
     moved = (moved - 0.5) * size[0] / rows + 0.5  # centers of rows counted from 1
     return resized, moved, (spacing[0] * rows / size[0], spacing[1] * columns / size[1])
 
 
-def _volume_entries(folder: Path, path: Path) -> list[Entry]:
+def _volume_entries(folder: Path, path: Path) -> list[SliceEntry]:
     label = folder / "delineation" / f"{path.stem}.mat"
     slices = read_vol_header(path).slices
-    return [Entry(f"{path.stem}_{n + 1}", subject(path.stem), path, label, n) for n in range(slices)]
+    return [SliceEntry(f"{path.stem}_{n + 1}", subject(path.stem), path, label, n) for n in range(slices)]
 
 
 def _label_of(folder: Path, stem: str) -> Path:

@@ -34,9 +34,12 @@ _LABEL = re.compile(r"(case\d+)_segmentation\.nii(?:\.gz)?", re.IGNORECASE)
 class Prostate:
     """The volumes of one site, by name ("RUNMC") or letter ("A"); upper and lower case do not matter."""
 
+    task: Task = "segmentation"
+    classes = ("background", "prostate")
+
     def __init__(self, folder: Path | str, site: str) -> None:
-        self._site = site_name(site)
-        self.folder = find_site(Path(folder), self._site)
+        self.site = site_name(site)
+        self.folder = find_site(Path(folder), self.site)
         volumes, labels = list_volumes(self.folder)
         if not volumes:
             raise DataError(f"{self.folder}: no CaseNN.nii.gz; unpack the site's volumes there (docs/data.md)")
@@ -46,26 +49,7 @@ class Prostate:
                 f"{volumes[unlabeled[0]]}: {unlabeled[0]}_segmentation.nii.gz missing; unpack the site again"
             )
         self.files = tuple((volumes[name], labels[name]) for name in sorted(volumes))
-
-    @property
-    def site(self) -> str:
-        return self._site
-
-    @property
-    def task(self) -> Task:
-        return "segmentation"
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return ("background", "prostate")
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(volume.name.split(".")[0] for volume, _ in self.files)
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        return self.names
+        self.names = self.groups = tuple(volume.name.split(".")[0] for volume, _ in self.files)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -81,11 +65,10 @@ class Prostate:
         axis = axial_axis(image.geometry)
         values = torch.from_numpy(np.moveaxis(image.array[0], axis, -1).copy())  # (X, Y, Z)
         mask = torch.from_numpy(np.moveaxis(labels > 0, axis, -1).copy())
-        name = volume.name.split(".")[0]
         return Case(
-            name=name,
+            name=self.names[index],
             site=self.site,
-            group=name,
+            group=self.groups[index],
             image=resize_axial(z_score(values, volume), "bilinear")[None],
             label=resize_axial(mask.float(), "nearest-exact").long(),
             spacing=resized_spacing(image.geometry, axis),

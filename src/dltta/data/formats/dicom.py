@@ -12,6 +12,7 @@ Nothing of a header reaches an error message but sizes and distances: headers na
 import hashlib
 import io
 import logging
+import os
 import struct
 import unicodedata
 import warnings
@@ -23,19 +24,20 @@ from datetime import datetime
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from nibabel.affines import voxel_sizes
 from numpy.typing import ArrayLike, NDArray
 
-from dltta.data.formats.images import Geometry, Image, class_values, finite, within_limit, writing
+from dltta.data.formats.format import Geometry, Image, ending_among, within_limit
+from dltta.data.formats.images import class_values, finite, writing
 from dltta.errors import DataError, SettingError
 from dltta.version import __version__
 
 ENDINGS = (".dcm", ".dicom", ".ima")
 
-_NOT_IMAGES = {  # pixels that are not an image of the patient: our own answers, and what planning systems put beside
+_NOT_IMAGES = {  # pixels that are not an image of the patient: our own predictions, doses of planning systems
     "1.2.840.10008.5.1.4.1.1.66.4": "segmentation",
     "1.2.840.10008.5.1.4.1.1.66.7": "label map segmentation",
     "1.2.840.10008.5.1.4.1.1.30": "parametric map",
@@ -53,6 +55,13 @@ _COPIED = (  # into every segmentation, as its standard demands; all may be empt
     "SliceThickness",
 )
 _SERIES_NUMBER = 900
+_PREAMBLE, _MAGIC = 132, b"DICM"  # bytes before the header, and the last of them
+_PIXELS = (0x7FE00008, 0x7FE00009, 0x7FE00010)
+_CLASS = "MediaStorageSOPClassUID"
+_DEFLATED = "1.2.840.10008.1.2.1.99"
+_UNDEFINED = 0xFFFFFFFF
+_BLOCK = 1 << 20
+_MOST_INFLATED = 1 << 28
 _ALIKE = 1e-3  # headers store rounded numbers
 _LPS_TO_RAS = np.diag([-1.0, -1.0, 1.0, 1.0])
 _MALFORMED = (
@@ -80,54 +89,105 @@ class Series:
 
 
 class Peek(NamedTuple):
-    """What tells which files belong together."""
+    """What tells which files belong together, and whether one of them is damaged."""
 
-    series: str  # SeriesInstanceUID
+    series: str | None  # SeriesInstanceUID; None where it cannot be read
     placed: bool  # a slice with a place in the patient, rather than an X-ray or an ultrasound image
+    problem: str | None = None  # why it cannot be read, in one sentence
+    complete: bool = True  # False: more bytes may still come
 
 
-def looks_like(file: Path) -> bool:
+def looks_like(file: Path, start: bytes) -> bool:
     """Whether a file says that it is DICOM, by its ending or by its first bytes."""
-    if file.name.lower().endswith(ENDINGS):
-        return True
-    try:
-        with file.open("rb") as stream:
-            return stream.read(132)[128:] == b"DICM"
-    except OSError:
-        return False
+    return file.name.lower().endswith(ENDINGS) or start[_PREAMBLE - len(_MAGIC) : _PREAMBLE] == _MAGIC
 
 
 def stem(file: Path) -> str:
     """A file's name without DICOM's endings."""
-    found = next((e for e in ENDINGS if file.name.lower().endswith(e) and len(file.name) > len(e)), "")
-    return file.name[: len(file.name) - len(found)]
+    return file.name[: len(file.name) - len(ending_among(file, ENDINGS) or "")]
 
 
 def peek(file: Path) -> Peek | None:
-    """The series of an image file; None for any other file, and for one that has gone. Looked up once per version."""
+    """The series of an image file, looked up once per version; None for a DICOM file that holds no image."""
     try:
         status = file.stat()
-    except OSError:
-        return None
+    except OSError as error:
+        return Peek(None, False, f"{file}: cannot be read ({error.strerror or error}); check that it is still there")
     return _peek(file, status.st_size, status.st_mtime_ns)
 
 
 @lru_cache(maxsize=1 << 16)
 def _peek(file: Path, size: int, changed: int) -> Peek | None:
-    if file.name == "DICOMDIR" or not looks_like(file):
+    if file.name == "DICOMDIR":
         return None
-    tags = ["SOPClassUID", "SeriesInstanceUID", "Rows", "ImagePositionPatient"]
-    with _reading(file):
-        header = _library("pydicom").dcmread(file, stop_before_pixels=True, specific_tags=tags)
-        if "Rows" not in header or header.get("SOPClassUID") in _NOT_IMAGES:
-            return None
-        return Peek(str(header.SeriesInstanceUID), bool(header.get("ImagePositionPatient")))
+    start = b""
+    try:
+        with _reading(file), file.open("rb") as stream:
+            start = stream.read(_PREAMBLE)
+            return _look(file, stream, size)
+    except DataError as error:
+        foreign = len(start) == _PREAMBLE and any(start) and not start.endswith(_MAGIC)
+        return Peek(None, False, str(error), foreign)
+
+
+def _look(file: Path, stream: BinaryIO, size: int) -> Peek | None:
+    """The header up to the pixels, and whether all of them are there; none follow a header that is cut off."""
+    pixels: list[tuple[int, int]] = []  # length of the value, and where it begins
+
+    def stop(tag: int, vr: object, length: int) -> bool:
+        if tag in _PIXELS:
+            pixels.append((length, stream.tell()))
+        return tag in _PIXELS
+
+    _check_inflated(file, stream)
+    names = ("SOPClassUID", "SeriesInstanceUID", "Rows", "ImagePositionPatient")
+    wanted = [_library("pydicom.tag").Tag(name) for name in names]
+    header = _library("pydicom.filereader").read_partial(stream, stop, specific_tags=wanted)
+    meaning = _library("pydicom.uid").UID(str(header.get("SOPClassUID") or header.file_meta.get(_CLASS) or ""))
+    if meaning in _NOT_IMAGES or (meaning.name != meaning and "Image Storage" not in meaning.name):
+        return None
+    if not pixels or "Rows" not in header or not _ends(header, stream, pixels[-1], size):
+        problem = f"{file}: ends before its image does, or has none; copy it again from its source or leave it out"
+        series = header.get("SeriesInstanceUID") if pixels else None  # else it may be cut off itself
+        return Peek(series and str(series), bool(header.get("ImagePositionPatient")), problem, False)
+    return Peek(str(header.SeriesInstanceUID), bool(header.get("ImagePositionPatient")))
+
+
+def _ends(header: Any, stream: BinaryIO, pixels: tuple[int, int], size: int) -> bool:
+    """Whether the pixels end within the file."""
+    length, begin = pixels
+    if header.file_meta.get("TransferSyntaxUID") == _DEFLATED:  # places are those of the inflated bytes
+        return True
+    if length != _UNDEFINED:
+        return begin + length <= size
+    stream.seek(begin)
+    while len(item := stream.read(8)) == 8:
+        group, element, length = struct.unpack("<HHI", item)
+        if (group, element) == (0xFFFE, 0xE0DD):
+            return True
+        if (group, element) != (0xFFFE, 0xE000) or stream.tell() + length > size:
+            return False
+        stream.seek(length, os.SEEK_CUR)
+    return False
+
+
+def _check_inflated(file: Path, stream: BinaryIO) -> None:
+    """Raises for a deflated file that would fill the memory when it is opened; leaves the stream at its start."""
+    meta = _library("pydicom.filereader").read_file_meta_info(file)
+    if meta.get("TransferSyntaxUID") == _DEFLATED:
+        stream.seek(_PREAMBLE + 12 + int(meta.get("FileMetaInformationGroupLength", 0)))
+        inflated, unpack = 0, zlib.decompressobj(-zlib.MAX_WBITS)
+        while not unpack.eof and (block := unpack.unconsumed_tail or stream.read(_BLOCK)):
+            inflated += len(unpack.decompress(block, _BLOCK))
+            if inflated > _MOST_INFLATED:
+                raise DataError(f"{file}: more than {_MOST_INFLATED >> 20} MB when inflated; export it uncompressed")
+    stream.seek(0)
 
 
 def read_series(files: Sequence[Path]) -> Image:
     """The files of one series as a volume (1, columns, rows, slices); one file as an image (1 or 3, rows, columns)."""
     headers = [_header(file) for file in files]
-    return _picture(files[0], headers[0]) if len(files) == 1 else _volume(files, headers)
+    return _single(files[0], headers[0]) if len(files) == 1 else _volume(files, headers)
 
 
 def write_segmentation(path: Path | str, labels: ArrayLike, like: Geometry, classes: Sequence[str]) -> None:
@@ -180,7 +240,7 @@ def _valid(name: str, value: str) -> bool:
     return name != "PatientSex" or value in ("", "M", "F", "O")
 
 
-def _picture(file: Path, header: Any) -> Image:
+def _single(file: Path, header: Any) -> Image:
     with _reading(file):
         shape = int(header.Rows), int(header.Columns)
         array = _values(file, header)
@@ -213,13 +273,14 @@ def _place(files: Sequence[Path], headers: Sequence[Any]) -> tuple[list[int], ND
     """
     for file, header in zip(files[1:], headers[1:], strict=True):
         _check_alike(file, header, headers[0], files[0].name)
+    _check_distinct(files, headers)
     with _reading(files[0]):
         across, down = _directions(files[0], headers[0])
         between = _distances(files[0], headers[0], "PixelSpacing")
         positions = np.array([_numbers(f, h, "ImagePositionPatient", 3) for f, h in zip(files, headers, strict=True)])
     along = positions @ np.cross(across, down)
     order = np.argsort(along, kind="stable")
-    _check_distances(files[0].parent, along[order])
+    _check_distances([files[index] for index in order], along[order])
     positions = positions[order]
     step = (positions[-1] - positions[0]) / (len(positions) - 1)
     line = positions[0] + np.arange(len(positions))[:, None] * step
@@ -249,12 +310,21 @@ def _check_alike(file: Path, header: Any, first: Any, name: str) -> None:
             raise DataError(f"{file}: another frame of reference than {name}; the patient may have moved, split them")
 
 
-def _check_distances(folder: Path, along: NDArray[np.float64]) -> None:
+def _check_distinct(files: Sequence[Path], headers: Sequence[Any]) -> None:
+    first: dict[str, Path] = {}
+    for file, header in zip(files, headers, strict=True):
+        same = first.setdefault(str(header.get("SOPInstanceUID")), file)
+        if same is not file:
+            raise DataError(f"{file}: has the identifier of {same.name}; keep one of them, or export the series again")
+
+
+def _check_distances(files: Sequence[Path], along: NDArray[np.float64]) -> None:
     """Sorted places (mm) must lie at even distances."""
-    gaps = np.diff(along)
+    folder, gaps = files[0].parent, np.diff(along)
     usual = float(np.median(gaps))
-    if gaps.min() < 1e-3 or usual < 1e-3:
-        raise DataError(f"{folder}: two slices at one place; keep one image per place (no time points, no copies)")
+    if gaps.min() < 1e-3:
+        one, other = (files[int(gaps.argmin()) + n].name for n in (0, 1))
+        raise DataError(f"{folder}: {one} and {other} at one place; keep one of them (no time points)")
     if gaps.max() > 1.5 * usual:
         missing = int(np.rint(gaps / usual).sum()) - len(gaps)
         raise DataError(
@@ -434,10 +504,11 @@ def _without_chance(segmentation: Any, dimensions: str, moment: datetime) -> Non
 def _library(name: str) -> Any:
     """A module of the extra `dicom`, without the warnings that quote headers."""
     try:
+        import_module(name.partition(".")[0])
         found = import_module(name)
     except ImportError as error:
         raise SettingError("DICOM images need two more packages; pip install 'dltta[dicom]'") from error
-    warnings.filterwarnings("ignore", module=r"pydicom|highdicom|dltta\.data\.dicom")
+    warnings.filterwarnings("ignore", module=r"pydicom|highdicom|dltta\.data\.formats\.dicom")
     for logger in ("pydicom", "highdicom"):
         logging.getLogger(logger).setLevel(logging.ERROR)
     return found

@@ -143,8 +143,8 @@ class Microscope:
         light *= self._illumination(rng, anatomy.eosin.shape)
         light[0] = shift(light[0], (self.fringe / 2, 0), order=1, mode="nearest")
         light[2] = shift(light[2], (-self.fringe / 2, 0), order=1, mode="nearest")
-        picture = gaussian_filter(light, (0, self.blur, self.blur)) + rng.normal(0, self.noise, light.shape)
-        return np.asarray(np.clip(picture, 0, 1), dtype=np.float32)
+        image = gaussian_filter(light, (0, self.blur, self.blur)) + rng.normal(0, self.noise, light.shape)
+        return np.asarray(np.clip(image, 0, 1), dtype=np.float32)
 
     def _illumination(self, rng: np.random.Generator, size: Size) -> Array:
         rows, columns = positions(size, tuple(2 / n for n in size))

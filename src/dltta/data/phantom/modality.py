@@ -1,4 +1,4 @@
-"""1 images. How a synthetic image comes about: anatomy from a patient, settings from a site, a picture from both."""
+"""1 images. How a synthetic image comes about: anatomy from a patient, settings from a site, an image from both."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -35,7 +35,7 @@ class Scanner(Protocol[A_contra]):
         ...
 
     def acquire(self, anatomy: A_contra, rng: np.random.Generator) -> Array:
-        """The picture (C, *spatial) of an anatomy; `rng` draws the noise."""
+        """The image (C, *spatial) of an anatomy; `rng` draws the noise."""
         ...
 
 

@@ -72,7 +72,7 @@ def anatomy(rng: np.random.Generator, size: Size, spacing: tuple[float, ...]) ->
 
 
 def _surfaces(rng: np.random.Generator, x: Array, spacing: tuple[float, ...]) -> Array:
-    """Nine boundaries (9, W) in mm from the middle of the picture, from the inner limiting membrane downward."""
+    """Nine boundaries (9, W) in mm from the middle of the image, from the inner limiting membrane downward."""
     width, step = x.size, spacing[1]
     fovea, beside, pit = rng.uniform(-1, 1), rng.uniform(0, 1.4), rng.uniform(0.45, 0.7)  # mm
     distance = np.sqrt((x - fovea) ** 2 + beside**2)
@@ -90,7 +90,7 @@ def _surfaces(rng: np.random.Generator, x: Array, spacing: tuple[float, ...]) ->
     above = np.cumsum(thickness[::-1], axis=0)[::-1]  # what lies between each surface and the floor
     surfaces = np.concatenate([floor - above, floor[None]])
     surfaces -= (surfaces.min() + surfaces.max()) / 2
-    margin = FIELD_OF_VIEW[0] / 2 - surfaces.max()  # the operator keeps the whole retina in the picture
+    margin = FIELD_OF_VIEW[0] / 2 - surfaces.max()  # the operator keeps the whole retina in the image
     return np.asarray(surfaces + margin * rng.uniform(-0.6, 0.2), dtype=np.float32)
 
 
@@ -107,7 +107,7 @@ def _vessels(rng: np.random.Generator, axial: Array, x: Array, surfaces: Array) 
 class OctScanner:
     """Settings of an OCT scanner."""
 
-    looks: float  # independent pictures averaged; speckle contrast is 1 / sqrt(looks)
+    looks: float  # independent scans averaged; speckle contrast is 1 / sqrt(looks)
     floor: float  # noise floor, as a fraction of the brightest layer
     attenuation: float  # per mm of tissue
     shading: float  # light lost toward one side, where the pupil cuts the beam; relative
@@ -134,7 +134,7 @@ class OctScanner:
 
 
 SITES = {
-    "spectralis": Site(  # averages many pictures, dark background
+    "spectralis": Site(  # averages many scans, dark background
         OctScanner(12, 0.01, 0.6, 0.0, 0.003, 0.012, 0.95, 0.95),
         OctScanner(25, 0.03, 1.0, 0.2, 0.004, 0.016, 1.10, 1.05),
     ),

@@ -1,21 +1,22 @@
 """Source and target together. Labeled source images, and target images without their labels, as training sees them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from monai import transforms as mt
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
-from dltta.data.case import Case, Dataset, Task
+from dltta.data.case import Dataset, Mapped, without_label
 from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DataError
 from dltta.training.examples import (
     Examples,
     Pair,
     augmentation,
+    derived_seed,
     gather,
     read_pairs,
     require_one_size,
@@ -24,38 +25,16 @@ from dltta.training.examples import (
 )
 from dltta.training.settings import TrainingSettings
 
+if TYPE_CHECKING:
+    from monai.transforms import Compose
+
 Triple = tuple[Tensor, Tensor, Tensor]  # source image, source label, target image
-
-
-@dataclass(frozen=True)
-class Unlabeled:
-    """A data set without its labels: whoever holds it cannot learn from them."""
-
-    dataset: Dataset
-
-    @property
-    def site(self) -> str:
-        return self.dataset.site
-
-    @property
-    def task(self) -> Task:
-        return self.dataset.task
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return self.dataset.classes
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Case:
-        return replace(self.dataset[index], label=None)
 
 
 class Images(TorchDataset[Tensor]):
     """Preprocessed images without labels; `epoch` chooses the random numbers as in `Examples`."""
 
-    def __init__(self, images: Sequence[Tensor], augment: mt.Compose | None = None, *, seed: int = 0) -> None:
+    def __init__(self, images: Sequence[Tensor], augment: "Compose | None" = None, *, seed: int = 0) -> None:
         self.images, self.augment, self.seed, self.epoch = images, augment, seed, 0
 
     def __len__(self) -> int:
@@ -64,7 +43,7 @@ class Images(TorchDataset[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         if self.augment is None:
             return self.images[index]
-        self.augment.set_random_state(_draw(self.seed, 5, self.epoch, index))
+        self.augment.set_random_state(derived_seed(self.seed, 5, self.epoch, index))
         return without_history(self.augment({"image": self.images[index]})["image"])
 
 
@@ -120,7 +99,7 @@ def read_domains(
     sites: Sequence[Dataset], targets: Sequence[Dataset], preprocessing: Preprocessing, settings: TrainingSettings
 ) -> Domains:
     """Every image once, of targets nothing else; the validation split is the one that source training makes."""
-    cases, unlabeled = gather(sites), gather([Unlabeled(site) for site in targets])
+    cases, unlabeled = gather(sites), gather([Mapped(site, without_label) for site in targets])
     if (sites[0].task, sites[0].classes) != (targets[0].task, targets[0].classes):
         raise DataError(
             f"{targets[0].site} has {targets[0].task} of {targets[0].classes}, "
@@ -144,7 +123,3 @@ def read_domains(
         [pairs[i] for i in validation],
         Images(images, augmentation(settings.augmentation, dims, settings.patch, dense=False), seed=settings.seed),
     )
-
-
-def _draw(*numbers: int) -> int:
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
