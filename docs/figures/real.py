@@ -12,7 +12,7 @@ from statistics import fmean
 
 from dltta.evaluation.formats import markdown
 from dltta.evaluation.headline import sentences
-from dltta.evaluation.results import Results, _strict
+from dltta.evaluation.results import Results, strict
 from dltta.evaluation.tables import by_target
 
 DOCS = Path(__file__).parent.parent
@@ -59,7 +59,7 @@ def main(folder: Path) -> None:
                 "table": markdown(by_target(results)),
                 "headline": sentences(results),
             }
-    (DOCS / "results" / "real.json").write_text(json.dumps(_strict(kept), indent=1, ensure_ascii=False) + "\n")
+    (DOCS / "results" / "real.json").write_text(json.dumps(strict(kept), indent=1, ensure_ascii=False) + "\n")
     (DOCS / "real.md").write_text(page(kept))
 
 

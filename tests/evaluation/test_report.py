@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 from small_results import one_target, results, stream
 
+from dltta.errors import DataError
 from dltta.evaluation.examples import Example
 from dltta.evaluation.figures import (
     MOST_POINTS,
@@ -26,6 +27,7 @@ from dltta.evaluation.rendering import (
     CONFUSED,
     INVENTED,
     MISSED,
+    absolute_error,
     render_errors,
     render_image,
     render_overlay,
@@ -69,10 +71,10 @@ class Page(HTMLParser):
 
 def segmented(name: str = "case_0") -> Example:
     label = np.array([[0, 1, 1, 0], [0, 2, 2, 0]])
-    answer = np.array([[1, 1, 0, 0], [0, 1, 2, 0]])
+    prediction = np.array([[1, 1, 0, 0], [0, 1, 2, 0]])
     image = np.arange(8.0).reshape(1, 2, 4)
     return Example(
-        name, image, label, {"Source": answer, "Tent": label}, {"Source": 0.5, "Tent": 1.0}, ("bg", "x", "y")
+        name, image, label, {"Source": prediction, "Tent": label}, {"Source": 0.5, "Tent": 1.0}, ("bg", "x", "y")
     )
 
 
@@ -297,6 +299,17 @@ def test_error_map_tells_missed_invented_and_confused_apart():
     assert pixels(rendered, 1, 1) == CONFUSED
     right = tuple(int(value) // 3 for value in render_image(example)[0, rendered.shape[1] // 4])
     assert pixels(rendered, 0, 1) == right
+
+
+def test_absolute_errors_are_distances_of_class_values():
+    example = segmented()
+    prediction = np.array([[2, 1, 0, 0], [0, 0, 2, 0]], np.uint8)
+    errors = absolute_error(example, prediction)
+    scale = errors.shape[1] // 4
+    assert errors.shape == render_image(example).shape[:2]
+    assert errors[::scale, ::scale].tolist() == [[2, 0, 1, 0], [0, 2, 0, 0]]
+    with pytest.raises(DataError, match="has no label"):
+        absolute_error(replace(example, label=None), prediction)
 
 
 def test_overlay_colors_foreground_only():

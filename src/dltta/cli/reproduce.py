@@ -87,6 +87,12 @@ def reproduce(
             show_default="2 on a CPU, 1 on a GPU",
         ),
     ] = None,
+    pages: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Also write a page for each table and figure into FOLDER.", show_default="no pages"
+        ),
+    ] = None,
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
@@ -98,9 +104,11 @@ def reproduce(
 
     Examples:
         dltta reproduce oct --phantom
+        dltta reproduce all --phantom --seeds 3 --pages docs/reproduced
         dltta reproduce prostate --data downloads/prostate --device cuda
     """
     from dltta.cli.progress import bars
+    from dltta.evaluation.paper.pages import write_pages
     from dltta.evaluation.paper.reproduce import REPRODUCTIONS, Setup, about, check, chosen
     from dltta.evaluation.paper.reproduce import reproduce as make
 
@@ -128,6 +136,8 @@ def reproduce(
     with bars() as listener:
         for each in names:
             written[each] = make(each, setup, device=where, processes=processes, listener=listener)
+    if pages is not None:
+        written["pages"] = write_pages(names, setup, pages)
     if as_json:
         typer.echo(json.dumps({each: [str(file) for file in files] for each, files in written.items()}))
         return

@@ -105,7 +105,7 @@ class Results:
             "summary": [_without_none(asdict(row)) for row in self.summary],
         }
         try:
-            text = json.dumps(_strict(document), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+            text = json.dumps(strict(document), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
         except TypeError as error:
             raise SettingError(
                 f"the results cannot be written as JSON: {error}; use numbers, text, lists and dicts"
@@ -156,12 +156,12 @@ def _sd(values: list[float]) -> float:
 # ---- to JSON
 
 
-def _strict(value: Any) -> Any:
+def strict(value: Any) -> Any:
     """The same value with `null` for whatever JSON has no number for."""
     if isinstance(value, Mapping):
-        return {str(key): _strict(item) for key, item in value.items()}
+        return {str(key): strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
+        return [strict(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

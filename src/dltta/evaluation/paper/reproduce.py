@@ -697,16 +697,19 @@ def write_reproduction(
 ) -> list[Path]:
     """The table or figure of one name from finished runs."""
     reproduction = REPRODUCTIONS[name]
-    published = Published.load(reproduction.numbers or name)
-    said = about(reproduction.bed, setup)
     if reproduction.draw is None:
-        files: Files = {}
-        table = compare(published, runs.places, results, said, derived=runs.derived)
-        table = replace(table, notes=(*table.notes, *_reductions(runs)))
-        table = _with_cost(table, runs) if runs.cost else table
-    else:
-        files, table = reproduction.draw(Drawing(published, runs, results, said, device))
+        return _write(setup.folder(name), make_table(name, setup, runs, results), {})
+    published, said = Published.load(reproduction.numbers or name), about(reproduction.bed, setup)
+    files, table = reproduction.draw(Drawing(published, runs, results, said, device))
     return _write(setup.folder(name), table, files)
+
+
+def make_table(name: str, setup: Setup, runs: Runs, results: Mapping[str, Results]) -> Comparison:
+    """The table of one name, ours beside the published numbers."""
+    published, said = Published.load(name), about(REPRODUCTIONS[name].bed, setup)
+    table = compare(published, runs.places, results, said, derived=runs.derived)
+    table = replace(table, notes=(*table.notes, *_reductions(runs)))
+    return _with_cost(table, runs) if runs.cost else table
 
 
 def _with_cost(table: Comparison, runs: Runs) -> Comparison:
