@@ -99,7 +99,9 @@ def read_channels(files: Sequence[Path]) -> Image:
         if found is not None:
             raise DataError(f"{file}: {found} in {files[0].name}; channels of a case must lie on each other")
     array = np.concatenate([image.array for image in images])
-    return Image(array, replace(images[0].geometry, channels=len(array)))
+    limits = {image.geometry.limit for image in images}
+    limit = limits.pop() if len(limits) == 1 else None  # of channels with different depths
+    return Image(array, replace(images[0].geometry, channels=len(array), limit=limit))
 
 
 def write_mask(path: Path | str, labels: ArrayLike, like: Geometry) -> None:
