@@ -1,4 +1,4 @@
-"""The parts of the speed benchmark; each runs in a process of its own and answers with what JSON can hold."""
+"""The parts of the speed benchmark; each runs in a process of its own and gives back what JSON can hold."""
 
 import argparse
 import time

@@ -232,3 +232,12 @@ def test_an_experiment_names_what_it_does_not_know():
         Experiment(("a",), ("b",), "out", methods=("tnet",))
     with pytest.raises(SettingError, match="at least one source"):
         Experiment((), ("b",), "out")
+
+
+def test_the_sum_over_positions_reaches_the_memory_and_decides_streams_that_have_one():
+    recipe = replace(paper(), positions="sum").resolved("segmentation", calibrated=False)
+    assert make_adapter(segmenter(), recipe).memory.positions == "sum"
+    assert recipe.deciding()["positions"] == "sum"
+    assert "positions" not in replace(recipe, rate="fixed").deciding()
+    with pytest.raises(SettingError, match="positions"):
+        replace(recipe, positions="max")

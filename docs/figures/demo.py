@@ -25,8 +25,8 @@ def main(run: Path) -> None:
     dataset = open_dataset(target)
     cases = {dataset[i].name: dataset[i] for i in range(len(dataset))}
     prefix = target.replace(":", "-")
-    answers = {kind: np.load(next((run / "examples").glob(f"{prefix}_{kind}_*.npz"))) for kind in SHOWN}
-    name = sorted(answers["source_none"].files)[1]
+    predictions = {kind: np.load(next((run / "examples").glob(f"{prefix}_{kind}_*.npz"))) for kind in SHOWN}
+    name = sorted(predictions["source_none"].files)[1]
     case = cases[name]
     figure = Figure(figsize=(11, 4.6), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
@@ -38,7 +38,7 @@ def main(run: Path) -> None:
     axes["truth"].set_title("ground truth", fontsize=9)
     for place, kind in (("before", "source_none"), ("after", "tent_dynamic")):
         score = _stream(results, kind).cases[_position(results, kind, name)].metrics["dice"]
-        axes[place].imshow(answers[kind][name], **show)
+        axes[place].imshow(predictions[kind][name], **show)
         axes[place].set_title(f"{SHOWN[kind]}: Dice {100 * score:.0f}", fontsize=9)
     for place in ("image", "truth", "before", "after"):
         axes[place].set_axis_off()

@@ -195,7 +195,7 @@ def test_progress_counts_cases():
         (Site([image("a", [1.0], [2])]), "case a: the label holds values from 2"),
         (
             Site([image("a", [1.0], [1])], ("background", "x", "y")),
-            "answers with 2 classes, B has 3: background, x",
+            "predicts 2 classes, B has 3: background, x",
         ),
         (patches(patch("a", [1.0, 2.0], 5)), "case a: the label is 5; with 2 classes"),
     ],

@@ -3,7 +3,7 @@
 OUT/
   models/seed_0/…         one source model per seed; METHOD_TARGET_seed_0 for methods that learn with target images
   streams/KEY.json        one finished stream each; never run twice
-  examples/KEY.npz        answers for the cases that the report shows
+  examples/KEY.npz        predictions for the cases that the report shows
   results.json            everything, from which tables and report are made
   table.md table.tex table.csv report.html
 """
@@ -71,8 +71,8 @@ class Experiment:
     """Source × targets × methods × rates × seeds × orders.
 
     Sites are folders, below `root` if that is given, or names such as `phantom:…` (see `open_dataset`). `in_domain` is
-    where the unadapted network is scored at home: a site, "none", or the source cases kept for validation. Models,
-    streams and examples are kept in `work`, which several experiments may share, or else in `output`.
+    where the source model is scored at the source site: a site, "none", or the source cases kept for validation.
+    Models, streams and examples are kept in `work`, which several experiments may share, or else in `output`.
     """
 
     source: tuple[str, ...]
@@ -318,7 +318,7 @@ def run_job(bench: Bench, job: Job, device: str) -> None:
     source = "+".join(checkpoint.record["sites"])
     stream = StreamResult.of(record, source=source, method=job.method, rate=job.rate, seed=job.seed, order=job.order)
     provenance = Provenance.collect(seeds=[job.seed], data={dataset.site: bench.data[job.target, job.seed]})
-    _save_answers(bench.example_file(job), shown)
+    _save_predictions(bench.example_file(job), shown)
     Results(asdict(job), provenance, (stream,)).write(bench.stream_file(job))
 
 
@@ -391,12 +391,12 @@ def training_curves(checkpoint: Checkpoint) -> dict[str, list[float]]:
 
 
 def gather_shown(bench: Bench, jobs: Sequence[Job], checkpoint: Checkpoint) -> list[Example]:
-    """The examples of the first target, seed and order, with every method's answer."""
+    """The examples of the first target, seed and order, with every method's prediction."""
     target = bench.experiment.targets[0]
     first = [job for job in jobs if (job.target, job.seed, job.order) == (target, 0, 0)]
     dataset = _dataset(bench.experiment, target, 0, checkpoint)
     cases = {dataset[i].name: dataset[i] for i in _shown(len(dataset), bench.experiment.examples)}
-    kept = {method_label(job.method, job.rate): _load_answers(bench, job, cases) for job in first}
+    kept = {method_label(job.method, job.rate): _load_predictions(bench, job, cases) for job in first}
     return gather_examples(kept, dataset.classes)
 
 
@@ -467,13 +467,13 @@ def _file_name(target: str) -> str:
     return "-".join(Path(site).name for site in target.split(",")).replace(":", "-")
 
 
-def _save_answers(path: Path, kept: Keep) -> None:
+def _save_predictions(path: Path, kept: Keep) -> None:
     buffer = io.BytesIO()
     np.savez_compressed(buffer, allow_pickle=False, **kept.predictions)
     write_atomically(path, buffer.getvalue())
 
 
-def _load_answers(bench: Bench, job: Job, cases: Mapping[str, Case]) -> Keep:
+def _load_predictions(bench: Bench, job: Job, cases: Mapping[str, Case]) -> Keep:
     kept = Keep(cases)
     rows = {row.case: row for row in Results.load(bench.stream_file(job)).streams[0].cases}
     with np.load(bench.example_file(job)) as saved:

@@ -314,13 +314,15 @@ def test_synthetic_histology_learns_from_three_hospitals_and_is_scored_on_others
 
 
 def test_vgg_weights_reach_uda_st_and_keep_its_models_apart(tmp_path):
+    file = tmp_path / "vgg19.pth"
+    file.touch()
     for data in (None, Path("data")):
-        plain, given = (base_experiment("oct", Setup(tmp_path, data, vgg=vgg)) for vgg in (None, Path("w/vgg19.pth")))
+        plain, given = (base_experiment("oct", Setup(tmp_path, data, vgg=vgg)) for vgg in (None, file))
         assert "vgg" not in plain.uda.get("uda-st", {})
-        assert given.uda["uda-st"]["vgg"] == "w/vgg19.pth"
+        assert given.uda["uda-st"]["vgg"] == str(file)
         assert plain.work != given.work
         assert given.work.endswith("vgg19" if data else "vgg19-phantom")
-    assert base_experiment("prostate", Setup(tmp_path, vgg=Path("vgg19.pth"))).uda.keys() == {"udas"}
+    assert base_experiment("prostate", Setup(tmp_path, vgg=file)).uda.keys() == {"udas"}
 
 
 def test_the_first_line_on_phantoms_says_what_is_smaller(tmp_path):
