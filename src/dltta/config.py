@@ -1,4 +1,4 @@
-"""The boundary: names become objects here and nowhere else, and a misspelled one is answered with the right one."""
+"""The boundary: names become objects here and nowhere else; an error about a misspelled one says the right one."""
 
 import tomllib
 from collections.abc import Callable, Mapping
@@ -248,9 +248,9 @@ _PUBLISHED: dict[str, Callable[[str, str], Dataset]] = {
 
 
 def default_preprocessing(dataset: Dataset, size: tuple[int, ...] | None = None) -> Preprocessing:
-    """As nnU-Net chooses: 8- and 16-bit pictures are scaled by their type's maximum, volumes get z-scores.
+    """As nnU-Net chooses: 8- and 16-bit 2-D images are scaled by their type's maximum, volumes get z-scores.
 
-    Synthetic images come ready. For pictures the maximum is 255 unless the first image has larger values.
+    Synthetic images come ready. For 2-D images the maximum is 255 unless the first image has larger values.
     """
     if isinstance(dataset, SiteStream):
         return default_preprocessing(dataset.parts[0], size)
