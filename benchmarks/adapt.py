@@ -4,9 +4,9 @@
     python benchmarks/adapt.py --images 10 --stream 50      to see that it works
     python benchmarks/adapt.py --only memory                keeps the rest of what was measured before
 
-The command is run as one types it: a new Python, files in, answers, log and state out; a clock in it counts the seconds
-that it spends in `Adapter.step`. Besides, an eighth of the images before the command and an eighth after it are adapted
-to by a process that has them in memory and does nothing else. Writes docs/results/speed_adapt.json and from it
+The command is run as one types it: a new Python, files in, predictions, log and state out; a clock in it counts the
+seconds that it spends in `Adapter.step`. Besides, an eighth of the images before the command and an eighth after it are
+adapted to by a process that has them in memory and does nothing else. Writes docs/results/speed_adapt.json and from it
 docs/speed-adapt.md.
 """
 
@@ -31,8 +31,7 @@ import torch
 from PIL import Image as Pillow
 from scipy.ndimage import gaussian_filter
 
-from dltta import Adapter, cli
-from dltta.config import AdaptationSettings
+from dltta import GuardedAdapter, cli
 from dltta.data.inbox import find_incoming, read_incoming
 from dltta.data.preprocessing import Preprocessing
 from dltta.evaluation.provenance import Provenance
@@ -40,11 +39,10 @@ from dltta.models.allocator import keep_freed_memory
 from dltta.models.io.checkpoint import Checkpoint, save_checkpoint
 from dltta.models.io.opening import open_model
 from dltta.models.nets.architecture import Architecture
-from dltta.serving.folder import Stream, StreamSettings
+from dltta.serving.folder import Stream
 
 DOCS = Path(__file__).parent.parent / "docs"
 TARGET = 1.15
-SETTINGS = StreamSettings(adaptation=AdaptationSettings(ready="neighbors", guard=True))  # those of `dltta adapt`
 
 
 def main() -> None:
@@ -97,9 +95,9 @@ def measure_time(folder: Path, model: Path, chosen: argparse.Namespace) -> dict[
     adapt = ("adapt", "-m", model, "-i", images, "-o", folder / "out")
     spent, wall, processor = timed(sys.executable, __file__, "--command", *adapt)
     after, _, _ = timed(*alone, "last")
-    answered = sum(b'"answer"' in line for line in (folder / "out" / "stream.jsonl").read_bytes().splitlines())
-    if answered != chosen.images:
-        raise SystemExit(f"{answered} of {chosen.images} images were answered")
+    predicted = sum(b'"prediction"' in line for line in (folder / "out" / "stream.jsonl").read_bytes().splitlines())
+    if predicted != chosen.images:
+        raise SystemExit(f"{predicted} of {chosen.images} images were predicted")
     return {
         "images": chosen.images,
         "size": chosen.size,
@@ -140,16 +138,16 @@ def timed(*command: Any) -> tuple[Any, float, float]:
 
 def command(arguments: Sequence[str]) -> None:
     """`dltta` with these arguments; prints what its steps took."""
-    step, spent = Adapter.step, {"steps": 0.0}
+    step, spent = GuardedAdapter.step, {"steps": 0.0}
 
-    def timed_step(adapter: Adapter, *given: Any, **options: Any) -> Any:
+    def timed_step(adapter: GuardedAdapter, *given: Any, **options: Any) -> Any:
         started = time.perf_counter()
         try:
             return step(adapter, *given, **options)
         finally:
             spent["steps"] += time.perf_counter() - started
 
-    clock, typed = patch.object(Adapter, "step", timed_step), patch.object(sys, "argv", ["dltta", *arguments])
+    clock, typed = patch.object(GuardedAdapter, "step", timed_step), patch.object(sys, "argv", ["dltta", *arguments])
     with clock, typed, redirect_stdout(sys.stderr), suppress(SystemExit):
         cli.main()
     print(json.dumps(spent))
@@ -159,7 +157,7 @@ def alone(model: str, images: str, part: str) -> dict[str, float]:
     """Adaptation and nothing else, to the first or the last eighth of the images."""
     keep_freed_memory()  # as the command does
     opened = open_model(model)
-    adapter = Stream(opened, Path("nowhere"), SETTINGS).adapter
+    adapter = Stream(opened, Path("nowhere")).adapter
     cases = find_incoming(images)
     eighth = len(cases) // 8
     chosen = cases[:eighth] if part == "first" else cases[-eighth:]
@@ -186,7 +184,7 @@ def memory(model: str, images: str, output: str) -> dict[str, Any]:
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             seen.append([number, pages * os.sysconf("SC_PAGE_SIZE") / 1e6])
 
-    with Stream(open_model(model), Path(output), SETTINGS) as stream:
+    with Stream(open_model(model), Path(output)) as stream:
         stream.run(cases, look)
     return {"megabytes": seen}
 

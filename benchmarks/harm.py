@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dltta.config import AdaptationSettings, make_adapter, open_dataset
+from dltta.config import make_adapter, open_dataset
 from dltta.data.case import Case, Mapped
 from dltta.data.phantom import phantom
 from dltta.data.phantom.oct import OCT
@@ -28,6 +28,8 @@ from dltta.evaluation.provenance import Provenance
 from dltta.metrics import dice_per_class, mean_defined
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
 from dltta.models.nets.architecture import Architecture
+from dltta.quality.guarded import decision_of
+from dltta.recipes import Ready, Recipe, Rule, Statistics, Task, paper
 from dltta.training import SourceTraining, TrainingSettings
 from harm_page import write_page
 
@@ -45,24 +47,24 @@ class Item:
 
 @dataclass(frozen=True)
 class Bed:
-    """A trained network, images of a new site, of its own site, and what a useless image looks like."""
+    """A source model, images of a target site, of the source site, and what a useless image looks like."""
 
     name: str
     title: str
     checkpoint: Checkpoint
     genuine: Sequence[Item]
-    home: Sequence[Item]
+    source: Sequence[Item]
     empty: Sequence[Tensor] | None  # images in which there is nothing to segment
-    settings: AdaptationSettings
+    recipe: Recipe
     block: int  # genuine images between two blocks of useless ones
 
     def range(self) -> tuple[float, float]:
-        images = [item.image for item in self.home]
+        images = [item.image for item in self.source]
         return min(image.min().item() for image in images), max(image.max().item() for image in images)
 
 
 def streams(bed: Bed) -> dict[str, list[Item]]:
-    """Every stream by name; all but `home` hold the same genuine images in the same order."""
+    """Every stream by name; all but that of the source hold the same genuine images in the same order."""
     low, high = bed.range()
     shape, count = bed.genuine[0].image.shape, len(bed.genuine)
     noise = [low + (high - low) * torch.rand(shape, generator=torch.Generator().manual_seed(i)) for i in range(count)]
@@ -72,7 +74,7 @@ def streams(bed: Bed) -> dict[str, list[Item]]:
     third, half = count // 3, count // 2
     found = {
         "nothing harmful": list(bed.genuine),
-        "images of the source": list(bed.home),
+        "images of the source": list(bed.source),
         "noise between": between(bed.genuine, noise, bed.block),
         "constant images between": between(bed.genuine, constant, bed.block),
         "rate 1000 × too high": list(bed.genuine),
@@ -106,52 +108,57 @@ STRENGTHS = {
 
 
 def run(bed: Bed, items: Sequence[Item], strength: str, *, factor: float, guard: bool) -> dict[str, Any]:
-    """Scores by position (None where there is nothing to score) and verdicts."""
-    alpha = bed.settings.alpha if strength == "default" else 1.0
-    settings = replace(
-        bed.settings,
+    """Scores by position (None where there is nothing to score), the guard's decisions and their reasons."""
+    alpha = bed.recipe.alpha if strength == "default" else 1.0
+    recipe = replace(
+        bed.recipe,
         alpha=(alpha or 0.0) * factor,
         guard=guard,
-        statistics="shrinkage" if strength == "default" else "batch",
+        statistics=Statistics.SHRINKAGE if strength == "default" else Statistics.BATCH,
     )
-    adapter = make_adapter(bed.checkpoint, "tent", "relative", settings)
+    adapter = make_adapter(bed.checkpoint, recipe)
     scores: list[float | None] = []
-    verdicts: list[str | None] = []
-    for batch in batches(items, settings.batch_size or 1):
+    outcomes: list[str | None] = []
+    reasons: list[str | None] = []
+    for batch in batches(items, recipe.batch_size or 1):
         x = torch.stack([item.image for item in batch])
         try:
             step = adapter.step(x)
         except DlttaError as error:  # without the guard: a loss that is no number
-            answers, rulings = [None] * len(batch), [f"{type(error).__name__}"] * len(batch)
+            predictions = [None] * len(batch)
+            outcomes += [type(error).__name__] * len(batch)
+            reasons += [None] * len(batch)
         else:
-            answers = list(step.logits.argmax(1))
-            rulings = [None if step.ruling is None else step.ruling.of(i).verdict for i in range(len(batch))]
-        scores += [score(bed, answer, item.label) for answer, item in zip(answers, batch, strict=True)]
-        verdicts += rulings
-    return {"scores": scores, "verdicts": verdicts}
+            predictions = list(step.logits.argmax(1))
+            decision = decision_of(step)
+            found = [None if decision is None else decision.of(i) for i in range(len(batch))]
+            outcomes += [None if each is None else str(each.outcome) for each in found]
+            reasons += [None if each is None or each.reason is None else str(each.reason) for each in found]
+        scores += [score(bed, prediction, item.label) for prediction, item in zip(predictions, batch, strict=True)]
+    return {"scores": scores, "decisions": outcomes, "reasons": reasons}
 
 
-def as_trained(bed: Bed, items: Sequence[Item]) -> dict[str, Any]:
-    """Scores of the network without adaptation."""
-    adapter = make_adapter(bed.checkpoint, "source", "none", bed.settings)
-    answers = [adapter.step(item.image[None]).logits.argmax(1)[0] for item in items]
-    return {"scores": [score(bed, answer, item.label) for answer, item in zip(answers, items, strict=True)]}
+def unadapted(bed: Bed, items: Sequence[Item]) -> dict[str, Any]:
+    """Scores of the source model."""
+    adapter = make_adapter(bed.checkpoint, paper("source"))
+    predictions = [adapter.step(item.image[None]).logits.argmax(1)[0] for item in items]
+    return {"scores": [score(bed, given, item.label) for given, item in zip(predictions, items, strict=True)]}
 
 
 def batches(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def score(bed: Bed, answer: Tensor | None, label: Tensor | int | None) -> float | None:
-    """Mean Dice over the classes, or 1 and 0 for right and wrong, in percent; no answer is worth nothing."""
+def score(bed: Bed, prediction: Tensor | None, label: Tensor | int | None) -> float | None:
+    """Mean Dice over the classes, or 1 and 0 for right and wrong, in percent; no prediction is worth nothing."""
     if label is None:
         return None
-    if answer is None:
+    if prediction is None:
         return 0.0
     if bed.checkpoint.task == "classification":
-        return 100.0 * (int(answer) == int(label))
+        return 100.0 * (int(prediction) == int(label))
     assert isinstance(label, Tensor)
-    return 100 * mean_defined(dice_per_class(answer, label, len(bed.checkpoint.classes)))
+    return 100 * mean_defined(dice_per_class(prediction, label, len(bed.checkpoint.classes)))
 
 
 def measure(bed: Bed, wanted: Sequence[str]) -> dict[str, Any]:
@@ -160,7 +167,7 @@ def measure(bed: Bed, wanted: Sequence[str]) -> dict[str, Any]:
         if wanted and name not in wanted:
             continue
         factor = TOO_HIGH if name.startswith("rate") else 1
-        source = as_trained(bed, items)
+        source = unadapted(bed, items)
         found["streams"][name] = {}
         for strength in STRENGTHS:
             free = run(bed, items, strength, factor=factor, guard=False)
@@ -169,7 +176,7 @@ def measure(bed: Bed, wanted: Sequence[str]) -> dict[str, Any]:
             found["streams"][name][strength] = entry
             means = {way: fmean(s for s in part["scores"] if s is not None) for way, part in entry.items()}
             print(bed.name, name, strength, {way: round(mean, 1) for way, mean in means.items()}, flush=True)
-            print("   ", dict(Counter(guarded["verdicts"])), flush=True)
+            print("   ", dict(Counter(guarded["decisions"])), flush=True)
     return found
 
 
@@ -188,7 +195,7 @@ def synthetic_oct(quick: bool) -> Bed:
         items(phantom("oct", "cirrus", test, seed=1000, size=size)),
         items(phantom("oct", "spectralis", test, seed=2000, size=size)),
         [missed_retina(number, size) for number in range(test)],
-        AdaptationSettings(ready="neighbors").for_task("segmentation"),
+        recipe_of("segmentation", 1),
         8,
     )
 
@@ -205,16 +212,22 @@ def synthetic_histology(quick: bool) -> Bed:
         items(phantom("histology", "hospital_3", test, seed=1000)),
         items(phantom("histology", "hospital_0", test, seed=2000)),
         None,
-        AdaptationSettings(ready="neighbors", batch_size=16).for_task("classification"),
+        recipe_of("classification", 16),
         8,
     )
+
+
+def recipe_of(task: Task, batch_size: int) -> Recipe:
+    """The paper's values but for the rate, and a memory that is asked as soon as it can be."""
+    recipe = Recipe("tent", Rule.RELATIVE, ready=Ready.NEIGHBORS, batch_size=batch_size)
+    return recipe.resolved(task, calibrated=True)
 
 
 def own(model: Path, site: str, count: int) -> Bed:
     """A network of one's own on a site of one's own; its own site is not at hand, so its images stand for the range."""
     checkpoint = load_checkpoint(model)
     found = items(Mapped(open_dataset(site), checkpoint.preprocessing.case), count)
-    settings = AdaptationSettings(ready="neighbors", batch_size=1 if checkpoint.task == "segmentation" else 16)
+    recipe = recipe_of(checkpoint.task, 1 if checkpoint.task == "segmentation" else 16)
     return Bed(
         model.name,
         f"{model.name} on {Path(site).name}",
@@ -222,7 +235,7 @@ def own(model: Path, site: str, count: int) -> Bed:
         found,
         found,
         None,
-        settings.for_task(checkpoint.task),
+        recipe,
         8,
     )
 

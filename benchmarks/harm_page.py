@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 COLORS = {"source": "#888888", "unguarded": "#c0392b", "guarded": "#1f6fb4"}
-LABELS = {"source": "source network", "unguarded": "adapted, no guard", "guarded": "adapted, with guard"}
+LABELS = {"source": "source model", "unguarded": "adapted, no guard", "guarded": "adapted, with guard"}
 TOLERANCE = 1.0  # points that the guard may cost
 WINDOW = {"segmentation": 5, "classification": 31}  # scored images that are averaged along the stream
 
@@ -23,10 +23,10 @@ def write_page(results: Mapping[str, Any], output: Path) -> None:
             draw(bed, strength).savefig(output / "images" / f"guard_{name}_{strength}.png", dpi=110)
         sections.append(section(name, bed, results["strengths"]))
     head = (Path(__file__).parent / "guard_head.md").read_text()
-    (output / "guard.md").write_text(head + "\n" + verdict(results) + "\n" + "\n".join(sections))
+    (output / "guard.md").write_text(head + "\n" + promise(results) + "\n" + "\n".join(sections))
 
 
-def verdict(results: Mapping[str, Any]) -> str:
+def promise(results: Mapping[str, Any]) -> str:
     """Is the promise kept? Counted, not claimed."""
     rows = [row for bed in results["beds"].values() for row in table(bed)]
     kept = [row for row in rows if row["margin"] >= -TOLERANCE]
@@ -36,9 +36,9 @@ def verdict(results: Mapping[str, Any]) -> str:
     small = "**Small networks, to try the program.** " if results["quick"] else ""
     return (
         f"{small}In {len(kept)} of {len(rows)} streams the guarded one is within {TOLERANCE:g} point of the better of "
-        f"source network and unguarded stream; the worst is {worst['margin']:+.1f} ({worst['stream']}, "
+        f"source model and unguarded stream; the worst is {worst['margin']:+.1f} ({worst['stream']}, "
         f"{worst['strength']}). Unguarded, the greatest damage is {hurt['source'] - hurt['unguarded']:.1f} points "
-        f"below the source network ({hurt['stream']}, {hurt['strength']}). Made by `make bench-harm` with dltta "
+        f"below the source model ({hurt['stream']}, {hurt['strength']}). Made by `make bench-harm` with dltta "
         f"{results['provenance']['version']} on {machine['cpu']}.\n"
     )
 
@@ -50,7 +50,7 @@ def table(bed: Mapping[str, Any]) -> list[dict[str, Any]]:
             means = {way: _mean(part["scores"]) for way, part in entry.items()}
             margin = means["guarded"] - max(means["source"], means["unguarded"])
             scored = [s is not None for s in entry["guarded"]["scores"]]
-            pairs = list(zip(entry["guarded"]["verdicts"], scored, strict=True))
+            pairs = list(zip(entry["guarded"]["decisions"], scored, strict=True))
             rows.append(
                 {
                     "stream": stream,
@@ -69,7 +69,7 @@ def section(name: str, bed: Mapping[str, Any], strengths: Mapping[str, str]) -> 
     for strength, meaning in strengths.items():
         lines += [
             f"\n*{strength}*: {meaning}.\n",
-            "| stream | source | unguarded | guarded | guarded − better of both | rulings on genuine | on useless |",
+            "| stream | source | unguarded | guarded | guarded − better of both | decisions on genuine | on useless |",
             "|---|---|---|---|---|---|---|",
         ]
         for row in table(bed):
@@ -109,7 +109,8 @@ def _panel(axis: Any, entry: Mapping[str, Any], window: int) -> None:
         places = [place for place, value in enumerate(part["scores"]) if value is not None]
         values = _smooth([value for value in part["scores"] if value is not None], window)
         axis.plot(places, values, color=COLORS[way], label=LABELS[way], linewidth=1.6)
-    marked = [i for i, v in enumerate(entry["guarded"]["verdicts"]) if v not in ("accepted", "at home")]
+    harmless = ("accepted", "in-distribution")
+    marked = [i for i, outcome in enumerate(entry["guarded"]["decisions"]) if outcome not in harmless]
     axis.plot(marked, [2] * len(marked), "|", color="#444444", markersize=6, label="the guard steps in")
     axis.set(ylim=(0, 100), xlim=(-0.5, len(scores) - 0.5))
     axis.spines[["top", "right"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""The parts of the speed benchmark; each runs in a process of its own and answers with what JSON can hold."""
+"""The parts of the speed benchmark; each runs in a process of its own and gives back what JSON can hold."""
 
 import argparse
 import time
@@ -15,7 +15,7 @@ from dltta import Adapter, MemoryBank, Proportional
 from dltta.models.nets.architecture import Architecture
 from dltta.objectives import Tent
 from dltta.training.examples import Examples, augmentation
-from dltta.training.fit import Journal, Plan, Ranks, fit
+from dltta.training.fit import Journal, Plan, Ranks, learn, supervised
 from dltta.training.source import TaskTraining
 from dltta.training.task import TaskLoss
 from measuring import PeakMemory, breakdown, interleaved, medians, ratio
@@ -245,13 +245,14 @@ def _our_epoch(model: nn.Module, examples: Examples, batch: int, folder: Path) -
     journal = Journal(folder / "resume.pt", {}, resume=False)
 
     def epoch() -> None:
-        fit(
-            module,
+        plan, ranks = Plan("task", 1, batch, 1e-3, 0), Ranks()
+        learn(
+            supervised(module, plan, ranks),
             examples,
-            Plan("task", 1, batch, 1e-3, 0),
+            plan,
             journal,
             device=torch.device("cpu"),
-            ranks=Ranks(),
+            ranks=ranks,
             report=lambda *at: None,
             finish=lambda epoch, row: None,
         )

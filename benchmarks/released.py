@@ -47,9 +47,9 @@ class ReleasedSequence:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
-        answer = self.model(x)  # with a graph
+        logits = self.model(x)  # with a graph
         self._push(features, prediction)
-        return answer
+        return logits
 
     def _features(self, x: Tensor) -> Tensor:
         seen: list[Tensor] = []

@@ -122,7 +122,7 @@ def _run_part(settings: argparse.Namespace) -> None:
     torch.set_num_threads(settings.threads)
     if settings.part == "machine":
         provenance = Provenance.collect(seeds=(0,), data={})
-        answer: Any = {
+        measured: Any = {
             "version": provenance.version,
             "commit": provenance.commit,
             "packages": dict(provenance.packages),
@@ -133,8 +133,8 @@ def _run_part(settings: argparse.Namespace) -> None:
     else:
         workload = WORKLOADS[settings.workloads[0]]
         workload = workload.small() if settings.quick else workload
-        answer = parts.PARTS[settings.part](workload, settings)
-    print(json.dumps(answer))
+        measured = parts.PARTS[settings.part](workload, settings)
+    print(json.dumps(measured))
 
 
 if __name__ == "__main__":

@@ -64,8 +64,8 @@ def _plain(workload: Workload, name: str, *, fast: bool = False, batch: int | No
 
     def run() -> Tensor:
         with torch.inference_mode():
-            answer: Tensor = model(x)
-            return answer
+            logits: Tensor = model(x)
+            return logits
 
     return Row(name, run, len(x))
 

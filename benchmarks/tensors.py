@@ -1,6 +1,6 @@
 """What does a dynamic step hold at its peak, beyond a fixed one? python benchmarks/tensors.py
 
-Counts every tensor that is allocated and freed within one Tent step (torch's profiler), so that the answer does not
+Counts every tensor that is allocated and freed within one Tent step (torch's profiler), so that the result does not
 depend on how the system's allocator feels that day: the resident sizes of docs/speed.md scatter by tens of megabytes
 from process to process. Writes docs/results/speed_tensors.json and docs/speed-memory.md.
 """

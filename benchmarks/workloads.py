@@ -79,8 +79,8 @@ WORKLOADS = {
     for workload in (
         Workload(
             "oct",
-            "OCT, U-Net, 1 × 1 × 128 × 1024, 11 classes",
-            Architecture("unet", 2, 1, 11),
+            "OCT, U-Net, 1 × 1 × 128 × 1024, 9 classes",
+            Architecture("unet", 2, 1, 9),
             (1, 1, 128, 1024),
             repeats=15,
         ),

@@ -1,7 +1,7 @@
-"""From a trained network to answers for another scanner's images: python examples/adapt_folder.py [FOLDER]
+"""From a source model to predictions for another scanner's images: python examples/adapt_folder.py [FOLDER]
 
 Trains a small network on synthetic images of one scanner, writes images of another one as PNG files, and adapts to
-them as they come: first in the shadow, then in earnest, with a stop in between. Seconds on two cores, and a network too
+them as they come: first in shadow mode, then live, with a stop in between. Seconds on two cores, and a network too
 small to be of use. The same from the command line: docs/adapt.md.
 """
 
@@ -18,12 +18,12 @@ from dltta.data.preprocessing import Preprocessing
 from dltta.models.io.checkpoint import Checkpoint, save_checkpoint
 from dltta.models.io.opening import open_model
 from dltta.models.nets.architecture import Architecture
-from dltta.serving.folder import Stream, StreamSettings
+from dltta.serving.folder import Stream
 from dltta.serving.maintenance import export, list_versions, roll_back, verify
+from dltta.serving.settings import Deployment, StreamSettings
 from dltta.training import SourceTraining, TrainingSettings
 
 CASES = 9  # the discrepancy needs eight before it
-RATE = "recommended"  # relative, with shrinkage statistics and guard: what `dltta adapt` does
 
 
 def main(folder: Path) -> None:
@@ -31,17 +31,18 @@ def main(folder: Path) -> None:
     write_images(folder / "incoming")
     opened = open_model(str(folder / "model"))
 
-    print("in the shadow: the trained network answers, the log tells what adaptation would change")
-    run(opened, folder / "incoming", folder / "shadow", StreamSettings(mode="shadow", rate=RATE), CASES)
+    print("shadow: the source model predicts, the log tells what adaptation would change")
+    run(opened, folder / "incoming", folder / "shadow", StreamSettings(deployment=Deployment.SHADOW), CASES)
 
-    print("\nin earnest, stopped after three images and resumed")
+    print("\nlive, with the recommended recipe, stopped after three images and resumed")
+    output = folder / "predictions"
     for count in (3, CASES):
-        run(opened, folder / "incoming", folder / "answers", StreamSettings(rate=RATE), count)
+        run(opened, folder / "incoming", output, StreamSettings(), count)
 
-    print(f"\nwrong with the record: {verify(folder / 'answers') or 'nothing'}")
-    print(f"versions: {[version.version for version in list_versions(folder / 'answers')]}")
-    print(f"back to version 4, which is now version {roll_back(folder / 'answers', 4)}")
-    export(folder / "answers", opened, folder / "adapted")
+    print(f"\nwrong with the record: {verify(output) or 'nothing'}")
+    print(f"versions: {[version.version for version in list_versions(output)]}")
+    print(f"back to version 4, which is now version {roll_back(output, 4)}")
+    export(output, opened, folder / "adapted")
     print(f"the adapted network: {', '.join(sorted(path.name for path in (folder / 'adapted').iterdir()))}")
 
 
@@ -67,16 +68,14 @@ def write_images(folder: Path) -> None:
 
 def run(opened, images: Path, output: Path, settings: StreamSettings, count: int) -> None:
     def tell(line) -> None:
-        if "guard" in line:
-            parts = [
-                f"{key} {line[key]:.2g}" for key in ("rate", "discrepancy", "changed") if line.get(key) is not None
-            ]
-            parts += [line["reason"]] if line.get("reason") else []
-            print(f"  {line['case']}: {line['guard']}{', ' if parts else ''}{', '.join(parts)}")
+        if "decision" in line:
+            parts = [f"{key} {line[key]:.2g}" for key in ("rate", "discrepancy", "change") if line.get(key) is not None]
+            parts += [f"{line['reason']} ({line['detail']})"] if line["reason"] else []
+            print(f"  {line['case']}: {line['decision']}{', ' if parts else ''}{', '.join(parts)}")
 
     with Stream(opened, output, settings, resume=True) as stream:
         summary = stream.run(find_incoming(images)[:count], tell)
-    print(f"  {summary.answered} answered, {summary.before} had their answer")
+    print(f"  {summary.predicted} predicted, {summary.already_predicted} had a prediction")
 
 
 if __name__ == "__main__":

@@ -10,11 +10,16 @@ import numpy as np
 import torch
 from PIL import Image as Pillow
 
-from dltta.config import AdaptationSettings
 from dltta.data.formats.images import Image
 from dltta.data.inbox import find_incoming
-from dltta.models.io.opened import OpenedModel, Prepared, fingerprint
-from dltta.serving.folder import Stream, StreamSettings
+from dltta.data.preprocessing import Preprocessing
+from dltta.models.io.checkpoint import Checkpoint, save_checkpoint
+from dltta.models.io.fingerprint import fingerprint
+from dltta.models.io.opened import OpenedModel, Prepared
+from dltta.models.nets.architecture import Architecture
+from dltta.recipes import Recipe
+from dltta.serving.folder import Stream
+from dltta.serving.settings import Deployment, StreamSettings
 from networks import Classifier, Segmenter, trained
 
 SEGMENTS, CLASSES = ("background", "a", "b"), ("x", "y", "z")
@@ -29,9 +34,18 @@ def classifier(**changes) -> OpenedModel:
     return _opened({"model": trained(Classifier()), "task": "classification", "classes": CLASSES, **changes})
 
 
+def save_model(folder: Path) -> Path:
+    """A checkpoint folder with a small U-Net for images of any size."""
+    architecture = Architecture("unet", 2, 1, 3, {"width": 4})
+    scaled = Preprocessing("scale", 255.0, (32, 32))
+    model = trained(architecture.build(seed=3))
+    save_checkpoint(folder, Checkpoint(model, architecture, "segmentation", SEGMENTS, scaled, {"epoch": 1}))
+    return folder
+
+
 def _opened(given) -> OpenedModel:
     usual = {"prepare": prepare, "spatial_dims": 2, "in_channels": 1, "kind": "factory", "name": "small"}
-    return OpenedModel(**{"fingerprint": fingerprint({}, given["model"]), **usual, **given})
+    return OpenedModel(**{"fingerprint": fingerprint(given["model"]), **usual, **given})
 
 
 def prepare(image: Image) -> Prepared:
@@ -50,10 +64,13 @@ def pictures(folder: Path, count: int, size=(8, 12), seed=0) -> Path:
 
 def settings(**changes) -> StreamSettings:
     """Everything on that has a state of its own: memory, relative rate, guard, momentum of the optimizer."""
-    known = {"alpha": 0.05, "batches_kept": 3, "neighbors": 2, "ready": "neighbors", "optimizer": "adam", "guard": True}
-    names = set(AdaptationSettings.__dataclass_fields__) - {"mode"}
-    inner = {key: changes.pop(key) for key in list(changes) if key in names}
-    return StreamSettings(adaptation=AdaptationSettings(**{**known, **inner}), **changes)
+    known = {"method": "tent", "rate": "relative", "alpha": 0.05, "batches_kept": 3, "neighbors": 2}
+    known |= {"ready": "neighbors", "optimizer": "adam", "guard": True}
+    mode = changes.pop("mode", "continual")
+    if mode in ("shadow", "frozen"):
+        changes["deployment"], mode = Deployment(mode), "continual"
+    inner = {key: changes.pop(key) for key in list(changes) if key in Recipe.__dataclass_fields__}
+    return StreamSettings(Recipe(**{**known, "mode": mode, **inner}), **changes)
 
 
 def run(opened, images, output, *, resume=False, tick=lambda line: None, **changes):

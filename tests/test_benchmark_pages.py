@@ -76,7 +76,7 @@ def harmed():
     entry = {
         "source": {"scores": [50.0, 70.0, None]},
         "unguarded": {"scores": [90.0, 20.0, None]},
-        "guarded": {"scores": [80.0, 60.0, None], "verdicts": ["accepted", "skipped", "source"]},
+        "guarded": {"scores": [80.0, 60.0, None], "decisions": ["accepted", "kept", "source"]},
     }
     return {"title": "a site", "task": "segmentation", "streams": {"noise": {"default": entry}}}
 
@@ -85,7 +85,7 @@ def test_harm_by_hand():
     (row,) = harm_page.table(harmed())
     assert (row["source"], row["unguarded"], row["guarded"]) == (60.0, 55.0, 70.0)
     assert row["margin"] == 10.0  # over the better of the two
-    assert dict(row["genuine"]) == {"accepted": 1, "skipped": 1}
+    assert dict(row["genuine"]) == {"accepted": 1, "kept": 1}
     assert dict(row["useless"]) == {"source": 1}
 
 

@@ -20,11 +20,11 @@ def load(path):
 def test_adapting_to_a_folder(tmp_path, capsys):
     load(ROOT / "examples" / "adapt_folder.py").main(tmp_path)
     out = capsys.readouterr().out
-    assert "  3 answered, 0 had their answer" in out
-    assert "  6 answered, 3 had their answer" in out
+    assert "  3 predicted, 0 had a prediction" in out
+    assert "  6 predicted, 3 had a prediction" in out
     assert "wrong with the record: nothing" in out
     assert "back to version 4, which is now version 10" in out
-    lines = [json.loads(line) for line in (tmp_path / "answers" / "stream.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "predictions" / "stream.jsonl").read_text().splitlines()]
     assert lines[9]["discrepancy"] > 0
     assert lines[8]["discrepancy"] is None
     assert (tmp_path / "adapted" / "model.json").is_file()

@@ -9,8 +9,7 @@ from hypothesis.extra.numpy import arrays
 from torch import Tensor, tensor
 
 from dltta.errors import DataError
-from dltta.evaluation import score_classification, score_segmentation
-from dltta.metrics import higher_is_better, mean_defined
+from dltta.metrics import higher_is_better, mean_defined, score_classification, score_segmentation
 
 CLASSES = ("background", "inner", "outer")
 
@@ -158,7 +157,7 @@ def binary(positive: list[float]) -> Tensor:
 
 
 def test_binary_metrics_take_the_last_class_as_positive():
-    # labels 1 1 1 0 0, answers 1 1 0 1 0: TP 2, FN 1, FP 1, TN 1
+    # labels 1 1 1 0 0, predictions 1 1 0 1 0: TP 2, FN 1, FP 1, TN 1
     got = score_classification(binary([0.9, 0.8, 0.4, 0.6, 0.1]), tensor([1, 1, 1, 0, 0]))
     assert got == pytest.approx(
         {"accuracy": 3 / 5, "sensitivity": 2 / 3, "specificity": 1 / 2, "auc": 5 / 6, "f1": 2 / 3}
@@ -175,10 +174,10 @@ def test_stream_without_positives():
     assert math.isnan(got["sensitivity"])
     assert math.isnan(got["auc"])
     assert got["specificity"] == 0.5
-    assert got["f1"] == 0  # an answer was positive, no label is
+    assert got["f1"] == 0  # a prediction was positive, no label is
 
 
-def test_stream_without_positives_in_labels_and_answers_has_no_f1():
+def test_stream_without_positives_in_labels_and_predictions_has_no_f1():
     got = score_classification(binary([0.1, 0.2]), tensor([0, 0]))
     assert math.isnan(got["f1"])
     assert got["accuracy"] == got["specificity"] == 1
@@ -192,7 +191,7 @@ def test_stream_without_negatives():
 
 
 def test_many_classes_are_macro_one_against_the_rest():
-    # answers 0 1 1 2, labels 0 0 1 2
+    # predictions 0 1 1 2, labels 0 0 1 2
     probabilities = tensor([[0.8, 0.1, 0.1], [0.3, 0.6, 0.1], [0.2, 0.7, 0.1], [0.1, 0.2, 0.7]])
     got = score_classification(probabilities, tensor([0, 0, 1, 2]))
     assert got["accuracy"] == pytest.approx(3 / 4)

@@ -5,7 +5,9 @@ import json
 import re
 from pathlib import Path
 
-from dltta.evaluation import Results, by_target, markdown
+from dltta.evaluation.formats import markdown
+from dltta.evaluation.results import Results
+from dltta.evaluation.tables import by_target
 
 README = Path(__file__).parent.parent / "README.md"
 

@@ -44,12 +44,13 @@ def main() -> None:
         found["streams"][rate] = {"rows": rows, **summary(rows)}
         print(rate, found["streams"][rate]["after"], found["streams"][rate]["otherwise"])
     source = make_adapter(checkpoint, "source", "none", AdaptationSettings())
-    answers = [source.step(case.image[None]).logits.argmax(1)[0] for case in cases]
+    predictions = [source.step(case.image[None]).logits.argmax(1)[0] for case in cases]
     scores = [
-        mean_defined(dice_per_class(a, c.label, len(checkpoint.classes))) for a, c in zip(answers, cases, strict=True)
+        mean_defined(dice_per_class(a, c.label, len(checkpoint.classes)))
+        for a, c in zip(predictions, cases, strict=True)
     ]
     found["source"] = [100 * score for score in scores]
-    found["ood_score"], found["home"] = ood_score(checkpoint, cases)
+    found["ood_score"], found["in_distribution"] = ood_score(checkpoint, cases)
     (DOCS / "results" / "change.json").write_text(json.dumps(found) + "\n")
     draw(found).savefig(DOCS / "images" / "change.png", dpi=120)
 
@@ -87,9 +88,9 @@ def draw(found: dict) -> Figure:
         middle.semilogy(places, [rows[i]["rate"] for i in places], color=color)
         lower.plot(range(len(rows)), [row["dice"] for row in rows], color=color)
     top.semilogy(found["ood_score"], color="#2c7a4b")
-    top.axhline(found["home"], color="#2c7a4b", linewidth=0.8, linestyle=":")
-    top.set_ylabel("ood_score")
-    top.text(0, found["home"] * 1.2, "at home below", fontsize=8, color="#2c7a4b")
+    top.axhline(found["in_distribution"], color="#2c7a4b", linewidth=0.8, linestyle=":")
+    top.set_ylabel("OOD score")
+    top.text(0, found["in_distribution"] * 1.2, "in-distribution below", fontsize=8, color="#2c7a4b")
     lower.plot(found["source"], color="#888888", linewidth=1, label="not adapted")
     upper.set_ylabel("discrepancy")
     middle.set_ylabel("rate")

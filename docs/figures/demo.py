@@ -10,7 +10,9 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
 from dltta.config import open_dataset
-from dltta.evaluation import Results, by_target, markdown
+from dltta.evaluation.formats import markdown
+from dltta.evaluation.results import Results
+from dltta.evaluation.tables import by_target
 
 DOCS = Path(__file__).parent.parent
 COLORS = ["#000000", "#56b4e9", "#e69f00", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7", "#999999"]
@@ -23,8 +25,8 @@ def main(run: Path) -> None:
     dataset = open_dataset(target)
     cases = {dataset[i].name: dataset[i] for i in range(len(dataset))}
     prefix = target.replace(":", "-")
-    answers = {kind: np.load(next((run / "examples").glob(f"{prefix}_{kind}_*.npz"))) for kind in SHOWN}
-    name = sorted(answers["source_none"].files)[1]
+    predictions = {kind: np.load(next((run / "examples").glob(f"{prefix}_{kind}_*.npz"))) for kind in SHOWN}
+    name = sorted(predictions["source_none"].files)[1]
     case = cases[name]
     figure = Figure(figsize=(11, 4.6), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
@@ -36,7 +38,7 @@ def main(run: Path) -> None:
     axes["truth"].set_title("ground truth", fontsize=9)
     for place, kind in (("before", "source_none"), ("after", "tent_dynamic")):
         score = _stream(results, kind).cases[_position(results, kind, name)].metrics["dice"]
-        axes[place].imshow(answers[kind][name], **show)
+        axes[place].imshow(predictions[kind][name], **show)
         axes[place].set_title(f"{SHOWN[kind]}: Dice {100 * score:.0f}", fontsize=9)
     for place in ("image", "truth", "before", "after"):
         axes[place].set_axis_off()

@@ -10,8 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 
-from dltta.evaluation import Results, by_target, markdown, sentences
-from dltta.evaluation.results import _strict
+from dltta.evaluation.formats import markdown
+from dltta.evaluation.headline import sentences
+from dltta.evaluation.results import Results, strict
+from dltta.evaluation.tables import by_target
 
 DOCS = Path(__file__).parent.parent
 TITLES = {
@@ -57,20 +59,20 @@ def main(folder: Path) -> None:
                 "table": markdown(by_target(results)),
                 "headline": sentences(results),
             }
-    (DOCS / "results" / "real.json").write_text(json.dumps(_strict(kept), indent=1, ensure_ascii=False) + "\n")
+    (DOCS / "results" / "real.json").write_text(json.dumps(strict(kept), indent=1, ensure_ascii=False) + "\n")
     (DOCS / "real.md").write_text(page(kept))
 
 
 def cells(kept: dict) -> dict:
-    """(task, target): score in points by (method, rate), and the score at home under "home"."""
+    """(task, target): score in points by (method, rate); under "source site" the source model there."""
     found: dict = {}
     for name, entry in kept.items():
         metric = "accuracy" if any(row["metric"] == "accuracy" for row in entry["summary"]) else "dice"
         rows = [row for row in entry["summary"] if row["metric"] == metric]
-        home = [100 * row["mean"] for row in rows if row["source"] == row["target"]]
+        there = [100 * row["mean"] for row in rows if row["source"] == row["target"]]
         for row in rows:
             if row["source"] != row["target"]:
-                cell = found.setdefault((name, row["target"]), {"home": home[0] if home else None})
+                cell = found.setdefault((name, row["target"]), {"source site": there[0] if there else None})
                 cell[row["method"], row["rate"]] = 100 * row["mean"]
     return found
 
@@ -97,7 +99,7 @@ def harm(found: dict, rate: str) -> str:
     """A table of what adaptation does to each target against no adaptation, and how much of the gap it closes."""
     methods = [m for m in ("ptbn", "ttt", "tent", "atta") if any((m, rate) in cell for cell in found.values())]
     lines = [
-        "| Target | home | source | " + " | ".join(NAMES[m] for m in methods) + " |",
+        "| Target | source model at the source site | at the target | " + " | ".join(NAMES[m] for m in methods) + " |",
         "|:--|--:|--:|" + "--:|" * len(methods),
     ]
     closed: dict = {m: [] for m in methods}
@@ -109,12 +111,14 @@ def harm(found: dict, rate: str) -> str:
                 shown.append("–")
                 continue
             shown.append(f"{cell[m, rate]:.1f} ({cell[m, rate] - source:+.1f})")
-            if cell["home"] is not None and cell["home"] > source:
-                closed[m].append((cell[m, rate] - source) / (cell["home"] - source))
-        home = "–" if cell["home"] is None else f"{cell['home']:.1f}"
-        lines.append(f"| {task}, {target} | {home} | {source:.1f} | " + " | ".join(shown) + " |")
+            if cell["source site"] is not None and cell["source site"] > source:
+                closed[m].append((cell[m, rate] - source) / (cell["source site"] - source))
+        at_source = "–" if cell["source site"] is None else f"{cell['source site']:.1f}"
+        lines.append(f"| {task}, {target} | {at_source} | {source:.1f} | " + " | ".join(shown) + " |")
     share = ["–" if not closed[m] else f"{100 * fmean(closed[m]):.0f} %" for m in methods]
-    lines.append("| *gap to home closed, mean over what was run* | | | " + " | ".join(share) + " |")
+    lines.append(
+        "| *share of the gap to the source site closed, mean over what was run* | | | " + " | ".join(share) + " |"
+    )
     return "\n".join(lines)
 
 
@@ -132,21 +136,21 @@ def overall(kept: dict) -> str:
 
 
 def why() -> str:
-    """What docs/figures/why.py measured: statistics alone, one image at a time."""
+    """What docs/figures/why.py measured: only the statistics differ, one image at a time."""
     file = DOCS / "results" / "why.json"
     if not file.is_file():
         return ""
-    lines = ["| | stored | shrinkage | the image's own | usual discrepancy |", "|:--|--:|--:|--:|--:|"]
+    lines = ["| | stored | shrinkage | instance | usual discrepancy |", "|:--|--:|--:|--:|--:|"]
     for task, entry in json.loads(file.read_text()).items():
         for site, scores in entry["sites"].items():
-            shown = " | ".join(f"{scores[way]:.1f}" for way in ("source", "shrinkage", "own"))
-            level = f"{entry['discrepancy']:.3g}" if site == "home" and entry["discrepancy"] is not None else ""
+            shown = " | ".join(f"{scores[way]:.1f}" for way in ("source", "shrinkage", "instance"))
+            level = f"{entry['discrepancy']:.3g}" if site == "source site" and entry["discrepancy"] is not None else ""
             lines.append(f"| {task}, {site} | {shown} | {level} |")
     return (
         "## Why\n\nOne image at a time, nothing learned, only the statistics of batch normalization differ "
-        "(`python docs/figures/why.py runs/real SITES`; up to 24 images of a site). *Home* are source images kept for "
-        "validation: what own statistics lose there they lose without any change of site. The usual discrepancy is the "
-        "factor that Eq. (6) multiplies the rate with at home.\n\n" + "\n".join(lines)
+        "(`python docs/figures/why.py runs/real SITES`; up to 24 images of a site). *Source site*: source images kept "
+        "for validation. What instance statistics lose there they lose without any change of site. The usual "
+        "discrepancy is the factor that Eq. (6) multiplies the rate with at the source site.\n\n" + "\n".join(lines)
     )
 
 

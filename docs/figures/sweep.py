@@ -12,7 +12,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from dltta.config import split_rate
-from dltta.evaluation import Results
+from dltta.evaluation.results import Results
 
 DOCS = Path(__file__).parent.parent
 COLORS = {"fixed": "#c0392b", "recommended": "#1f6fb4"}

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from statistics import fmean
 
-from dltta.evaluation import Results
+from dltta.evaluation.results import Results
 from dltta.evaluation.tables import NAMES, SEE_TARGET, method_label
 
 DOCS = Path(__file__).parent.parent

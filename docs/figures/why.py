@@ -1,7 +1,8 @@
 """Why adaptation helps or hurts on real sites: python docs/figures/why.py runs/real SITES [TASK …]
 
 For every finished benchmark of configs/real in runs/real, nothing learned: what normalization by one image costs at
-home, where there is nothing to adapt to, and what it gives away from home; and how large the discrepancy usually is.
+the source site, where there is nothing to adapt to, and what it gives at target sites; and how large
+the discrepancy usually is.
 Writes docs/results/why.json and docs/images/why.png; docs/figures/real.py puts the table on its page.
 """
 
@@ -25,8 +26,8 @@ from dltta.training.examples import gather, split_by_group
 
 DOCS = Path(__file__).parent.parent
 MOST = 24  # images of a site
-WAYS = {"source": "stored", "shrinkage": "shrinkage", "own": "the image's own"}
-COLORS = {"source": "#888888", "shrinkage": "#1f6fb4", "own": "#c0392b"}
+WAYS = {"source": "stored", "shrinkage": "shrinkage", "instance": "instance"}
+COLORS = {"source": "#888888", "shrinkage": "#1f6fb4", "instance": "#c0392b"}
 
 
 def main(runs: Path, sites: str, tasks: list[str]) -> None:
@@ -44,30 +45,30 @@ def main(runs: Path, sites: str, tasks: list[str]) -> None:
 
 
 def measured(checkpoint: Checkpoint, config: dict, root: str) -> dict:
-    """Mean score by site and statistics, one image at a time, and the usual discrepancy at home."""
+    """Mean score by site and statistics, one image at a time, and the usual discrepancy at the source site."""
     experiment = Experiment(tuple(config["source"]), tuple(config["targets"]), "", root=root)
     networks = {"source": checkpoint.model.eval()}
     for way, statistics in (
         ("shrinkage", make_statistics("shrinkage", checkpoint.calibration)),
-        ("own", InstanceStatistics()),
+        ("instance", InstanceStatistics()),
     ):
         networks[way] = copy.deepcopy(checkpoint.model)
         use_test_statistics(networks[way], statistics)
     found = {"task": checkpoint.task, "discrepancy": checkpoint.calibration.predictions["discrepancy"], "sites": {}}
-    for name, pairs in (at_home(checkpoint, experiment, config) | away(checkpoint, experiment)).items():
+    for name, pairs in (at_source(checkpoint, experiment, config) | at_targets(checkpoint, experiment)).items():
         found["sites"][name] = {way: score(network, pairs, checkpoint) for way, network in networks.items()}
     return found
 
 
-def at_home(checkpoint: Checkpoint, experiment: Experiment, config: dict) -> dict:
+def at_source(checkpoint: Checkpoint, experiment: Experiment, config: dict) -> dict:
     """Source images that were kept for validation."""
     cases = gather([experiment.open(site) for site in experiment.source])
     _, held = split_by_group(cases, config["training"].get("validation", 0.2), config["training"].get("seed", 0))
     prepare = checkpoint.preprocessing
-    return {"home": [(prepare.image(cases[i].image), prepare.label(cases[i].label)) for i in held[:MOST]]}
+    return {"source site": [(prepare.image(cases[i].image), prepare.label(cases[i].label)) for i in held[:MOST]]}
 
 
-def away(checkpoint: Checkpoint, experiment: Experiment) -> dict:
+def at_targets(checkpoint: Checkpoint, experiment: Experiment) -> dict:
     found = {}
     for target in experiment.targets:
         site = Mapped(experiment.open(target), checkpoint.preprocessing.case)
@@ -79,12 +80,12 @@ def away(checkpoint: Checkpoint, experiment: Experiment) -> dict:
 
 @torch.no_grad()
 def score(network: torch.nn.Module, pairs: list, checkpoint: Checkpoint) -> float:
-    answers = [network(image[None]).argmax(1)[0] for image, _ in pairs]
+    predictions = [network(image[None]).argmax(1)[0] for image, _ in pairs]
     if checkpoint.task == "classification":
-        return 100 * fmean(float(int(a) == int(label)) for a, (_, label) in zip(answers, pairs, strict=True))
+        return 100 * fmean(float(int(a) == int(label)) for a, (_, label) in zip(predictions, pairs, strict=True))
     classes = len(checkpoint.classes)
     return 100 * fmean(
-        mean_defined(dice_per_class(a, label, classes)) for a, (_, label) in zip(answers, pairs, strict=True)
+        mean_defined(dice_per_class(a, label, classes)) for a, (_, label) in zip(predictions, pairs, strict=True)
     )
 
 

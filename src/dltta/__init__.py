@@ -9,24 +9,33 @@ from typing import TYPE_CHECKING, Any
 from dltta.version import __version__
 
 if TYPE_CHECKING:
-    from dltta.core.adapter import Adapter, Step, Update
+    from dltta.core.adapter import Adapter
     from dltta.core.discrepancy import symmetric_kl
     from dltta.core.memory import MemoryBank
-    from dltta.core.rates import Exponential, Fixed, LearningRate, Proportional, Relative
+    from dltta.core.rates import Exponential, Fixed, LearningRate, Proportional, Relative, Signals
+    from dltta.core.step import Step, Update
     from dltta.errors import DlttaError
-    from dltta.quality.guard import Limits, Ruling, SourceGuard
+    from dltta.quality.decision import Decision, Outcome, Reason
+    from dltta.quality.guard import Limits, SourceGuard
+    from dltta.quality.guarded import GuardedAdapter
+    from dltta.recipes import Recipe
 
 __all__ = [
     "Adapter",
+    "Decision",
     "DlttaError",
     "Exponential",
     "Fixed",
+    "GuardedAdapter",
     "LearningRate",
     "Limits",
     "MemoryBank",
+    "Outcome",
     "Proportional",
+    "Reason",
+    "Recipe",
     "Relative",
-    "Ruling",
+    "Signals",
     "SourceGuard",
     "Step",
     "Update",
@@ -35,12 +44,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "dltta.core.adapter": ("Adapter", "Step", "Update"),
+    "dltta.core.adapter": ("Adapter",),
+    "dltta.core.step": ("Step", "Update"),
     "dltta.core.discrepancy": ("symmetric_kl",),
     "dltta.core.memory": ("MemoryBank",),
-    "dltta.core.rates": ("Exponential", "Fixed", "LearningRate", "Proportional", "Relative"),
+    "dltta.core.rates": ("Exponential", "Fixed", "LearningRate", "Proportional", "Relative", "Signals"),
     "dltta.errors": ("DlttaError",),
-    "dltta.quality.guard": ("Limits", "Ruling", "SourceGuard"),
+    "dltta.quality.decision": ("Decision", "Outcome", "Reason"),
+    "dltta.quality.guard": ("Limits", "SourceGuard"),
+    "dltta.quality.guarded": ("GuardedAdapter",),
+    "dltta.recipes": ("Recipe",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

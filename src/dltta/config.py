@@ -1,116 +1,55 @@
-"""The boundary: names become objects here and nowhere else, and a misspelled one is answered with the right one."""
+"""The boundary: names become objects here and nowhere else; an error about a misspelled one says the right one."""
 
-import difflib
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from enum import StrEnum
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import torch
 
-from dltta.core.adapter import Adapter, Layout, Mode
-from dltta.core.memory import Distance, MemoryBank, Ready
+from dltta.core.adapter import Adapter
+from dltta.core.memory import MemoryBank
 from dltta.core.objectives import ATTA, PTBN, TTT, Objective, Preparation, Source, Tent
-from dltta.core.rates import Exponential, Fixed, LearningRate, Proportional, Relative
-from dltta.data.case import Dataset, Task
+from dltta.core.rates import AnyRate, Exponential, Fixed, Proportional, Relative
+from dltta.data.case import Dataset
 from dltta.data.datasets.camelyon17 import Camelyon17
 from dltta.data.datasets.oct import CIRRUS_SPACING, OCT
 from dltta.data.datasets.prostate import Prostate
 from dltta.data.phantom import phantom
 from dltta.data.preprocessing import Preprocessing
 from dltta.data.sites import SiteFolder, Slices, open_site
-from dltta.errors import DataError, SettingError
+from dltta.data.streams import SiteStream, split_stream
+from dltta.errors import DataError, SettingError, require
 from dltta.models.calibration import Calibration
 from dltta.models.io.checkpoint import Checkpoint
+from dltta.models.io.factories import arguments, import_object, required_arguments
 from dltta.models.io.opened import OpenedModel
 from dltta.models.nets.architecture import BUILDERS, Architecture
-from dltta.models.normalization import BATCH_STATISTICS, Statistics
+from dltta.models.normalization import BATCH_STATISTICS
+from dltta.models.normalization import Statistics as NormalizationStatistics
 from dltta.models.statistics import Blended, Running, Shrinkage
 from dltta.quality.guard import Guard, Limits, SourceGuard
-from dltta.training.uda import Method
+from dltta.quality.guarded import GuardedAdapter
+from dltta.recipes import Distance, Method, Optimizer, Positions, Ready, Recipe, Rule, Statistics
+from dltta.training.uda import Method as UDAMethod
 from dltta.training.uda.cyclegan import CycleGAN
 from dltta.training.uda.style import StyleTransfer
 from dltta.training.uda.swav import SwAV
 from dltta.training.uda.udas import UDAS
 
-METHODS = ("source", "ptbn", "ttt", "tent", "atta")
-UDA: dict[str, type[Method]] = {  # these learn with the target's images
+UDA: dict[str, type[UDAMethod]] = {  # by their names in `recipes.UDA`
     "uda-st": StyleTransfer,
     "cyclegan": CycleGAN,
     "udas": UDAS,
     "uda-swav": SwAV,
 }
-WITHOUT_RATE = ("source", "ptbn", *UDA)
-RATES = ("fixed", "dynamic", "exponential", "relative")
-RECOMMENDED = "recommended"  # as a rate: relative, with shrinkage statistics and guard; what `dltta adapt` does
-MATCHED = "matched"  # as a rate in a comparison: fixed at the mean rate of the dynamic stream
-STATISTICS = ("batch", "shrinkage", "blended", "running")
-OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
-Built = TypeVar("Built")
-
-
-@dataclass(frozen=True)
-class AdaptationSettings:
-    """How a stream is adapted. None stands for the paper's value for the task.
-
-    The paper, segmentation / classification: rate 1e-3 / 3e-4, batches of 1 / 200, memory of 20 / 4 batches,
-    8 / 12 neighbors, one step, recall from a full memory by L2 distance, plain gradient descent (Eq. 2).
-    """
-
-    alpha: float | None = None
-    batch_size: int | None = None
-    batches_kept: int | None = None
-    neighbors: int | None = None
-    steps: int = 1
-    mode: Mode = "continual"
-    optimizer: Literal["sgd", "adam"] = "sgd"
-    ready: Ready = "full"
-    distance: Distance = "l2"
-    pool: int | None = None
-    statistics: Literal["batch", "shrinkage", "blended", "running"] = "batch"
-    guard: bool = False
-    prefill: bool = False  # the memory begins with the pairs of source images that the checkpoint keeps
-
-    def for_task(self, task: Task) -> "AdaptationSettings":
-        """With the paper's values where none were given."""
-        paper = PAPER[task]
-        given = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        return AdaptationSettings(**{k: getattr(paper, k) if v is None else v for k, v in given.items()})
-
-    def deciding(self, method: str, rate: str) -> dict[str, Any]:
-        """The settings that decide a stream's outcome: only the batch without a loss, no memory with a fixed rate."""
-        memory = {"batches_kept", "neighbors", "ready", "distance", "pool", "prefill"}
-        ignored = memory if rate.partition(":")[0] == "fixed" else set()
-        alone = {name: ["batch_size"] for name in WITHOUT_RATE} | {"ptbn": ["batch_size", "statistics"]}
-        names = alone[method] if method in alone else [entry.name for entry in fields(self)]
-        return {name: getattr(self, name) for name in names if name not in ignored}
-
-    def measures(self, rate: str) -> bool:
-        """Whether a stream with this rate measures with the network's calibration."""
-        return rate.partition(":")[0] in ("relative", RECOMMENDED) or self.guard or self.statistics == "shrinkage"
-
-    def memory(self) -> MemoryBank:
-        """A new bank; settings must be complete (`for_task`)."""
-        if self.batches_kept is None or self.batch_size is None or self.neighbors is None:
-            raise SettingError("settings are not complete; call for_task first")
-        return MemoryBank(
-            capacity=self.batches_kept * self.batch_size,
-            neighbors=self.neighbors,
-            ready=self.ready,
-            distance=self.distance,
-            pool=self.pool,
-        )
-
-
+OPTIMIZERS = {Optimizer.SGD: torch.optim.SGD, Optimizer.ADAM: torch.optim.Adam}
 # of the guard, by source images with another appearance (docs/guard.md)
-LIMITS: dict[str, dict[str, float]] = {"atta": {"overrule": 1.0}}
-
-PAPER: dict[Task, AdaptationSettings] = {
-    "segmentation": AdaptationSettings(alpha=1e-3, batch_size=1, batches_kept=20, neighbors=8),
-    "classification": AdaptationSettings(alpha=3e-4, batch_size=200, batches_kept=4, neighbors=12),
-}
+LIMITS: dict[str, dict[str, float]] = {Method.ATTA: {"consistency_override": 1.0}}
+Built = TypeVar("Built")
 
 
 @dataclass(frozen=True)
@@ -128,17 +67,39 @@ class TrainConfig:
     training: Mapping[str, Any] = field(default_factory=dict)
 
 
-def make_statistics(name: str, calibration: Calibration | None, batch_size: int = 1) -> Statistics:
-    """The normalization statistics of that name; `shrinkage` needs a calibrated network."""
-    require("statistics", name, STATISTICS)
-    if name == "shrinkage":
+def make_adapter(model: Checkpoint | OpenedModel, recipe: Recipe) -> Adapter:
+    """The adapter that runs this recipe on this model; `Recipe.resolved` fills what the recipe leaves to the paper.
+
+    It starts from the network that the method starts from (`Checkpoint.for_method`).
+    """
+    model = model.for_method(recipe.method)
+    recipe = recipe.resolved(model.task, calibrated=model.calibration is not None)
+    if recipe.method in (Method.SOURCE, *UDA):  # the source model exactly; the others adapted in training
+        return Adapter(model.model, Source(), layout="given" if recipe.method == Method.SOURCE else "auto")
+    objective = make_objective(recipe.method, model, make_statistics(recipe, model.calibration))
+    settings: dict[str, Any] = {"mode": str(recipe.mode)}
+    if isinstance(objective, Objective):
+        rate = make_rate(recipe.rate, recipe.alpha or 0.0, model.calibration)
+        memory = _make_memory(model, recipe) if getattr(rate, "needs_memory", False) else None
+        optimizer = OPTIMIZERS[recipe.optimizer]
+        settings |= {"rate": rate, "memory": memory, "optimizer": optimizer, "steps": recipe.steps}
+    if not recipe.guard:
+        return Adapter(model.model, objective, **settings)
+    return GuardedAdapter(model.model, objective, guard=make_guard(model.calibration, recipe.method), **settings)
+
+
+def make_statistics(recipe: Recipe, calibration: Calibration | None) -> NormalizationStatistics:
+    """The normalization statistics of a resolved recipe; `shrinkage` needs a calibrated model."""
+    if recipe.statistics == Statistics.SHRINKAGE:
         if calibration is None:
-            raise SettingError(
-                "shrinkage statistics need a calibrated model; train it again, or use batch statistics"
-            )
-        return Shrinkage(calibration.moments(batch_size))
-    plain: dict[str, Statistics] = {"batch": BATCH_STATISTICS, "blended": Blended(), "running": Running()}
-    return plain[name]
+            raise SettingError("shrinkage statistics need a calibrated model; train it again, or use batch statistics")
+        return Shrinkage(calibration.moments(recipe.batch_size or 1))
+    plain: dict[str | None, NormalizationStatistics] = {
+        Statistics.BATCH: BATCH_STATISTICS,
+        Statistics.BLENDED: Blended(),
+        Statistics.RUNNING: Running(),
+    }
+    return plain[recipe.statistics]
 
 
 def make_guard(calibration: Calibration | None, method: str) -> Guard:
@@ -149,54 +110,73 @@ def make_guard(calibration: Calibration | None, method: str) -> Guard:
 
 
 def make_objective(
-    method: str, checkpoint: Checkpoint | OpenedModel, statistics: Statistics = BATCH_STATISTICS
+    method: str, model: Checkpoint | OpenedModel, statistics: NormalizationStatistics = BATCH_STATISTICS
 ) -> Objective | Preparation:
-    """The method of that name for this network; says how to train what it lacks."""
-    require("method", method, (*METHODS, *UDA))
-    if method in UDA:
-        return Source()  # all adaptation was in training
-    if method == "ttt":
-        part = checkpoint.rotation
+    """The method of that name for this model, or an object of the class `package.module:Class`."""
+    if ":" in method:
+        made = _own(method, statistics=statistics)
+        if not isinstance(made, Preparation):
+            raise SettingError(f"{method} has no prepare(model), which every method needs; see docs/methods.md")
+        return made
+    require("method", method, [str(name) for name in Method])
+    if method == Method.TTT:
+        part = model.rotation
         if part is None:
-            raise SettingError("this model has no rotation head, which TTT needs; train it with `--with ttt`")
+            raise SettingError("this network has no rotation head, which TTT needs; take model.for_method('ttt')")
         return TTT(part.head, part.layer, part.shared, statistics)
-    if method == "atta":
-        parts = checkpoint.reconstructions
+    if method == Method.ATTA:
+        parts = model.reconstructions
         if parts is None:
             raise SettingError("this model has no auto-encoders, which ATTA needs; train it with `--with atta`")
         return ATTA(parts.autoencoders, parts.levels, parts.channels, statistics=statistics)
     plain: dict[str, Objective | Preparation] = {
-        "source": Source(),
-        "ptbn": PTBN(statistics),
-        "tent": Tent(statistics),
+        Method.SOURCE: Source(),
+        Method.PTBN: PTBN(statistics),
+        Method.TENT: Tent(statistics),
     }
     return plain[method]
 
 
-def make_uda(name: str, settings: Mapping[str, Any] = {}) -> Method:
-    """The method of that name, with these of its settings and its defaults for the others."""
-    require("method that learns with target images", name, UDA)
-    return build(UDA[name], settings, f"[uda.{name}]")
-
-
-def make_rate(rate: str, alpha: float, calibration: Calibration | None = None) -> LearningRate:
-    """`fixed`, `dynamic` (Eq. 6), `exponential` or `relative`, with alpha as scale and initial value."""
-    require("rate", rate, RATES)
-    if rate == "relative":
+def make_rate(rate: str, alpha: float, calibration: Calibration | None = None) -> AnyRate:
+    """The rule of that name with α as scale and initial value, or an object of the class `package.module:Class`."""
+    if ":" in rate:
+        made: AnyRate = _own(rate, alpha=alpha)
+        if not callable(made):
+            raise SettingError(f"{rate} gives a {type(made).__name__}, which cannot be called; see docs/methods.md")
+        return made
+    require("rate", rate, [str(name) for name in Rule])
+    if rate == Rule.RELATIVE:
         return Relative(alpha, level=None if calibration is None else calibration.predictions.get("discrepancy"))
-    rules: dict[str, LearningRate] = {
-        "fixed": Fixed(alpha),
-        "dynamic": Proportional(alpha),
-        "exponential": Exponential(alpha),
+    rules: dict[str, AnyRate] = {
+        Rule.FIXED: Fixed(alpha),
+        Rule.DYNAMIC: Proportional(alpha),
+        Rule.EXPONENTIAL: Exponential(alpha),
     }
     return rules[rate]
 
 
-def _make_memory(checkpoint: Checkpoint | OpenedModel, settings: AdaptationSettings) -> MemoryBank:
+def _own(spec: str, **offered: Any) -> Any:
+    """An object of somebody's own class, made with those of the offered arguments that it takes."""
+    made = import_object(spec)
+    missing = [name for name in required_arguments(made) if name not in offered]
+    if missing:
+        passed = " and ".join(offered)
+        raise SettingError(f"{spec} needs the argument {missing[0]!r}; give it a default, only {passed} is passed")
+    return made(**{name: value for name, value in offered.items() if name in arguments(made)})
+
+
+def _make_memory(model: Checkpoint | OpenedModel, recipe: Recipe) -> MemoryBank:
     """Empty, or filled with what source images gave."""
-    memory = settings.memory()
-    if settings.prefill:
-        trained = checkpoint.checkpoint if isinstance(checkpoint, OpenedModel) else checkpoint
+    memory = MemoryBank(
+        capacity=(recipe.batches_kept or 0) * (recipe.batch_size or 0),
+        neighbors=recipe.neighbors or 0,
+        ready="full" if recipe.ready == Ready.FULL else "neighbors",
+        distance="l2" if recipe.distance == Distance.L2 else "cosine",
+        pool=recipe.pool,
+        positions="mean" if recipe.positions == Positions.MEAN else "sum",
+    )
+    if recipe.prefill:
+        trained = model.checkpoint if isinstance(model, OpenedModel) else model
         pairs = None if trained is None else trained.pairs
         if pairs is None:
             raise SettingError("this model keeps no source pairs to begin with; train it with `--with memory`")
@@ -205,42 +185,10 @@ def _make_memory(checkpoint: Checkpoint | OpenedModel, settings: AdaptationSetti
     return memory
 
 
-def split_rate(rate: str) -> tuple[str, float | None]:
-    """`fixed:1e-2` is the rule and its α; without one the settings' α holds."""
-    name, colon, alpha = rate.partition(":")
-    require("rate", name, (*RATES, RECOMMENDED, MATCHED))
-    try:
-        return name, float(alpha) if colon else None
-    except ValueError as error:
-        raise SettingError(f"{rate!r} is not a rate; write a rule and its α, such as fixed:1e-2") from error
-
-
-def make_adapter(checkpoint: Checkpoint | OpenedModel, method: str, rate: str, settings: AdaptationSettings) -> Adapter:
-    """The adapter that one stream is run with; `rate` is as `split_rate` reads it, or "none" without a loss."""
-    rule_name, alpha = ("none", None) if rate == "none" else split_rate(rate)
-    if rule_name == RECOMMENDED:
-        settings = replace(settings, statistics="shrinkage", guard=True, ready="neighbors")
-        rule_name = "relative"
-    settings = settings.for_task(checkpoint.task)
-    calibration = checkpoint.calibration
-    adapting = method not in ("source", *UDA)
-    statistics = settings.statistics if adapting else "batch"
-    objective = make_objective(method, checkpoint, make_statistics(statistics, calibration, settings.batch_size or 1))
-    guard = make_guard(calibration, method) if settings.guard and adapting else None
-    if method in WITHOUT_RATE:
-        layout: Layout = "given" if method == "source" else "auto"  # the network exactly as it was trained
-        return Adapter(checkpoint.model, objective, guard=guard, layout=layout)
-    rule = make_rate(rule_name, alpha if alpha is not None else settings.alpha or 0.0, calibration)
-    return Adapter(
-        checkpoint.model,
-        objective,
-        rule,
-        memory=_make_memory(checkpoint, settings) if getattr(rule, "needs_memory", False) else None,
-        optimizer=OPTIMIZERS[settings.optimizer],
-        steps=settings.steps,
-        mode=settings.mode,
-        guard=guard,
-    )
+def make_uda(name: str, settings: Mapping[str, Any] = {}) -> UDAMethod:
+    """The method of that name, with these of its settings and its defaults for the others."""
+    require("method that learns with target images", name, UDA)
+    return build(UDA[name], settings, f"[uda.{name}]")
 
 
 def open_dataset(spec: str) -> Dataset:
@@ -252,7 +200,10 @@ def open_dataset(spec: str) -> Dataset:
       `oct:cirrus:acquired@DIR` for slices still to be resampled, flattened and cropped
     - `camelyon17:PART@DIR` with center_0 to center_4, train, id_val, val or test
     - `prostate:SITE@DIR` with A to F, or RUNMC, BMC, I2CVB, UCL, BIDMC or HK
+    - `sequence:SITE,SITE` for one after another, `interleave:SITE,SITE` for taking turns; any of the above as SITE
     """
+    if (several := split_stream(spec)) is not None:
+        return SiteStream(tuple(open_dataset(site) for site in several[1]), several[0])
     name, _, part = spec.partition(":")
     if name == "phantom":
         return _open_phantom(spec)
@@ -301,6 +252,8 @@ def default_preprocessing(dataset: Dataset, size: tuple[int, ...] | None = None)
 
     Synthetic images come ready. The type is the first image's; floats count as 8 bits up to 255, as 16 bits beyond.
     """
+    if isinstance(dataset, SiteStream):
+        return default_preprocessing(dataset.parts[0], size)
     folder = dataset.volumes if isinstance(dataset, Slices) else dataset
     if not isinstance(folder, SiteFolder):
         return Preprocessing(size=size)
@@ -343,19 +296,12 @@ def build(kind: type[Built], table: Mapping[str, Any], where: str) -> Built:
     return kind(**values)
 
 
-def require(what: str, found: str, known: Iterable[str]) -> None:
-    """Raise with the nearest right spelling unless `found` is known."""
-    known = list(known)
-    if found in known:
-        return
-    close = difflib.get_close_matches(found, known, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
-    raise SettingError(f"there is no {what} {found!r}; {hint}")
-
-
 def _check_type(what: str, value: object, kind: Any) -> None:
     if _accepts(kind, value):
         return
+    choices = [each for each in (kind, *get_args(kind)) if isinstance(each, type) and issubclass(each, StrEnum)]
+    if choices:
+        raise SettingError(f"{what} must be one of {', '.join(choices[0])}, got {value!r}")
     if get_origin(kind) is Literal:
         raise SettingError(f"{what} must be one of {', '.join(get_args(kind))}, got {value!r}")
     raise SettingError(f"{what} must be {getattr(kind, '__name__', kind)}, got {value!r}")
@@ -365,6 +311,8 @@ def _accepts(kind: Any, value: object) -> bool:
     """Whether a value from TOML fits an annotation; a whole number is fine where a real one is asked."""
     inner = get_args(kind)
     match get_origin(kind):
+        case None if isinstance(kind, type) and issubclass(kind, StrEnum):
+            return isinstance(value, str) and value in list(kind)
         case None:
             wanted = {float: (int, float)}.get(kind, kind)
             return isinstance(value, wanted) and (kind is bool or not isinstance(value, bool))

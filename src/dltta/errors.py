@@ -4,6 +4,9 @@ Each class is also the built-in it resembles, so that callers who do not know us
 these as one line; anything else is a bug and keeps its traceback.
 """
 
+import difflib
+from collections.abc import Iterable
+
 
 class DlttaError(Exception):
     """Anything raised on purpose by this package."""
@@ -35,3 +38,13 @@ class StateError(DlttaError, ValueError):
 
 class DataError(DlttaError, ValueError):
     """A data set on disk that is missing something or malformed."""
+
+
+def require(what: str, found: str, known: Iterable[str]) -> None:
+    """Raise with the nearest right spelling unless `found` is known."""
+    known = [str(name) for name in known]  # members of an enum are shown as they are written
+    if found in known:
+        return
+    close = difflib.get_close_matches(found, known, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
+    raise SettingError(f"there is no {what} {found!r}; {hint}")

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from monai.metrics import compute_confusion_matrix_metric, compute_dice, compute_roc_auc, get_confusion_matrix
-from monai.metrics.utils import get_mask_edges, get_surface_distance
 from torch import Tensor
 from torch.nn.functional import one_hot
 
@@ -72,6 +70,8 @@ def score_segmentation(
 
 def dice_per_class(prediction: Tensor, label: Tensor, classes: int) -> list[float]:
     """Dice 2|A∩B| / (|A|+|B|) of each foreground class; `nan` where both masks are empty."""
+    from monai.metrics import compute_dice  # here, as below: importing any part of MONAI imports all of it
+
     predicted = one_hot(prediction.long(), classes).movedim(-1, 0)  # (classes, *spatial)
     labeled = one_hot(label.long(), classes).movedim(-1, 0)
     dice = compute_dice(predicted[None].bool(), labeled[None].double(), include_background=False, ignore_empty=False)
@@ -88,6 +88,8 @@ def surface_metrics(
     outside. HD95 is the larger of the two directed 95th percentiles (interpolated), ASD the mean over the distances of
     both directions together.
     """
+    from monai.metrics.utils import get_mask_edges, get_surface_distance
+
     if not (prediction.any() and label.any()):
         return math.nan, math.nan
     predicted, labeled = get_mask_edges(prediction.numpy(force=True), label.numpy(force=True))
@@ -98,14 +100,16 @@ def surface_metrics(
 
 
 def score_classification(probabilities: Tensor, labels: Tensor) -> dict[str, float]:
-    """Metrics of a whole stream, from (N, classes) probabilities and (N,) class values; the answer is the argmax.
+    """Metrics of a whole stream, from (N, classes) probabilities and (N,) class values; the prediction is the argmax.
 
     Two classes: the last one is positive. More: each class against the rest, then the plain mean over the classes for
-    which the metric is defined; accuracy is the share of right answers in both. One-class streams:
+    which the metric is defined; accuracy is the share of right predictions in both. One-class streams:
 
     - no positive label: `sensitivity` is `nan`; no negative label: `specificity` is `nan`; either: `auc` is `nan`
-    - no positive label and no positive answer: `f1` is `nan`; only one of the two: 0
+    - no positive label and no positive prediction: `f1` is `nan`; only one of the two: 0
     """
+    from monai.metrics import compute_confusion_matrix_metric, get_confusion_matrix
+
     _check_classification(probabilities, labels)
     classes = probabilities.shape[1]
     predictions = probabilities.argmax(dim=1)
@@ -122,6 +126,8 @@ def score_classification(probabilities: Tensor, labels: Tensor) -> dict[str, flo
 
 
 def _auc(scores: Tensor, positive: Tensor) -> float:
+    from monai.metrics import compute_roc_auc
+
     if positive.all() or not positive.any():
         return math.nan
     return float(compute_roc_auc(scores, positive.long()))

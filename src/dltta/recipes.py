@@ -3,9 +3,13 @@
 Pure data: nothing here imports torch. `config.make_adapter` turns a recipe and a model into an adapter.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal
+
+from dltta.errors import SettingError, require
 
 Task = Literal["segmentation", "classification"]
 
@@ -33,6 +37,10 @@ class Rule(StrEnum):
 
 
 NO_RATE = "none"  # of methods without a loss
+UDA = ("uda-st", "cyclegan", "udas", "uda-swav")  # methods that learn with the target's images, before the stream
+WITHOUT_RATE = (Method.SOURCE, Method.PTBN, *UDA)
+MATCHED = "matched"  # in a comparison: fixed at the mean rate of the dynamic stream
+CONTROLS = (MATCHED,)  # rates that need another stream to have run
 
 
 class Statistics(StrEnum):
@@ -58,17 +66,41 @@ class Mode(StrEnum):
     IMAGE_SPECIFIC = "image-specific"
 
 
+class Ready(StrEnum):
+    """When the memory begins to be asked."""
+
+    FULL = "full"
+    NEIGHBORS = "neighbors"
+
+
+class Distance(StrEnum):
+    """By what the memory finds neighbors."""
+
+    L2 = "l2"
+    COSINE = "cosine"
+
+
+class Positions(StrEnum):
+    """How Eq. (4) treats the positions of an image."""
+
+    MEAN = "mean"
+    SUM = "sum"
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Everything that decides what a stream of images does to a model; None stands for the paper's value for the task.
 
-    `name` says where the values come from: `paper`, `recommended` or `own`. `method` and `rate` are names of this
-    module, or `package.module:Class`. `statistics` None is `shrinkage` for a calibrated model, else `batch`.
+    The paper, segmentation / classification: rate 1e-3 / 3e-4, batches of 1 / 200, memory of 20 / 4 batches,
+    8 / 12 neighbors, one step, recall from a full memory by L2 distance, plain gradient descent (Eq. 2).
+
+    `method` and `rate` are names of this module, or `package.module:Class`. `statistics` None is `shrinkage` for a
+    calibrated model and `batch` for any other. `name` says where the values come from: `paper`, `recommended`, `own`.
     """
 
     method: str = Method.TENT
     rate: str = Rule.DYNAMIC
-    alpha: float | None = None
+    alpha: float | None = None  # the rate's scale and initial value
     statistics: Statistics | None = Statistics.BATCH
     optimizer: Optimizer = Optimizer.SGD
     steps: int = 1
@@ -76,9 +108,131 @@ class Recipe:
     batch_size: int | None = None
     batches_kept: int | None = None  # the memory's capacity, in batches
     neighbors: int | None = None
-    ready: Literal["full", "neighbors"] = "full"
-    distance: Literal["l2", "cosine"] = "l2"
-    pool: int | None = None  # positions per axis of the memory's keys; None keeps all
+    ready: Ready = Ready.FULL
+    distance: Distance = Distance.L2
+    pool: int | None = None  # positions per axis of the memory's keys; None keeps all, for images of one size
+    positions: Positions = Positions.MEAN
     prefill: bool = False  # the memory begins with the pairs of source images that the checkpoint keeps
     guard: bool = False
     name: str = "own"
+
+    def __post_init__(self) -> None:
+        for field, kind in _CHOICES.items():
+            if (value := getattr(self, field)) is not None:
+                object.__setattr__(self, field, choice(field, value, kind))
+        for field in ("steps", "batch_size", "batches_kept", "neighbors", "pool"):
+            if (value := getattr(self, field)) is not None and value < 1:
+                raise SettingError(f"{field} must be at least 1, got {value}")
+        if self.method in WITHOUT_RATE:
+            object.__setattr__(self, "rate", NO_RATE)
+
+    def changed(self, **values: Any) -> "Recipe":
+        """With other values where any are given (None is not); it is then nobody's recipe but your own."""
+        given = {key: value for key, value in values.items() if value is not None}
+        return replace(self, **given, name="own") if given else self
+
+    def resolved(self, task: Task, *, calibrated: bool) -> "Recipe":
+        """With a value for everything, as a model of this task runs it; what the journal records."""
+        usual = _PAPER[task]
+        filled = {key: getattr(self, key) if getattr(self, key) is not None else usual[key] for key in usual}
+        if self.batches_kept is None:  # the memory must hold the neighbors, however small the batches
+            filled["batches_kept"] = max(usual["batches_kept"], math.ceil(filled["neighbors"] / filled["batch_size"]))
+        statistics = self.statistics or (Statistics.SHRINKAGE if calibrated else Statistics.BATCH)
+        return replace(self, **filled, statistics=statistics)
+
+    @property
+    def calibration_matters(self) -> bool:
+        """Whether a stream measures with the model's calibration."""
+        measured = self.rate == Rule.RELATIVE or self.guard or self.statistics in (None, Statistics.SHRINKAGE)
+        return measured and self.method not in (Method.SOURCE, *UDA)
+
+    def as_json(self) -> dict[str, Any]:
+        return {key: str(value) if isinstance(value, StrEnum) else value for key, value in asdict(self).items()}
+
+    def deciding(self) -> dict[str, Any]:
+        """What decides a stream's outcome: only the batch without adaptation, no memory with a fixed rate."""
+        values = self.as_json()
+        del values["name"]
+        if self.method in (Method.SOURCE, *UDA):
+            return {"method": values["method"], "batch_size": values["batch_size"]}
+        if self.method == Method.PTBN and not self.guard:
+            return {key: values[key] for key in ("method", "batch_size", "statistics", "mode")}
+        if self.rate in (Rule.FIXED, NO_RATE):
+            for key in ("batches_kept", "neighbors", "ready", "distance", "pool", "positions", "prefill"):
+                del values[key]
+        return values
+
+
+def paper(method: str = Method.TENT, rate: str = Rule.DYNAMIC) -> Recipe:
+    """The paper's settings (Sec. IV), to the letter, for any of its methods; `rate` fixed is its baseline."""
+    return Recipe(method, rate, name="paper")
+
+
+def recommended() -> Recipe:
+    """What `dltta adapt` runs unless told otherwise.
+
+    - Tent, because it works with every network that has affine normalization and moved least where it could not help
+    - shrinkage statistics, which leave source images alone; nothing in them is tuned (docs/choosing.md)
+    - the relative rate, whose α means the same in every task
+    - recall from `neighbors` pairs on, keys of 8 positions per axis: images of any size, from the first ones on
+    - the guard, with limits measured on source images (docs/guard.md)
+    """
+    return Recipe(
+        Method.TENT, Rule.RELATIVE, statistics=None, ready=Ready.NEIGHBORS, pool=8, guard=True, name=RECOMMENDED
+    )
+
+
+def recipe_for(method: str, rate: str | None = None, **changes: Any) -> Recipe:
+    """The recipe that a method's name stands for; `recommended` brings its own rate, rule by rule.
+
+    A rate may carry its α: `fixed:1e-2`. Changes that are None are not made; `recommended` takes a batch size only.
+    """
+    given = {key: value for key, value in changes.items() if value is not None}
+    if method == RECOMMENDED:
+        refused = [*(["rate"] if rate is not None else []), *sorted(set(given) - {"batch_size", "mode"})]
+        if refused:
+            option = refused[0].replace("_", "-")
+            raise SettingError(f"recommended chooses its own {option}; name a method to set it, such as --method tent")
+        return replace(recommended(), **given)
+    rule, alpha = split_rate(rate) if rate is not None else (str(Rule.DYNAMIC), None)
+    if alpha is not None:
+        given["alpha"] = alpha
+    return paper(check_name("method", method, (*Method, *UDA, RECOMMENDED)), rule).changed(**given)
+
+
+def split_rate(rate: str) -> tuple[str, float | None]:
+    """`fixed:1e-2` is the rule and its α; without one the recipe's α holds. `package.module:Class` is a rule."""
+    name, colon, alpha = rate.rpartition(":") if ":" in rate else (rate, "", "")
+    known = [str(rule) for rule in (*Rule, *CONTROLS)]
+    if colon and name not in known and alpha.isidentifier():
+        return rate, None
+    require("rate", name, known)
+    try:
+        return name, float(alpha) if colon else None
+    except ValueError as error:
+        raise SettingError(f"{rate!r} is not a rate; write a rule and its α, such as fixed:1e-2") from error
+
+
+def check_name(what: str, found: str, known: Iterable[str]) -> str:
+    """The name if it is known or names a class of one's own, `package.module:Class`."""
+    if ":" not in found:
+        require(what, found, [str(name) for name in known])
+    return found
+
+
+def choice(field: str, value: Any, kind: type[StrEnum]) -> StrEnum:
+    """The value as one of a kind of choices."""
+    try:
+        return kind(value)
+    except ValueError as error:
+        raise SettingError(f"{field} must be one of {', '.join(kind)}, got {value!r}") from error
+
+
+_CHOICES: dict[str, type[StrEnum]] = {
+    "statistics": Statistics, "optimizer": Optimizer, "mode": Mode, "ready": Ready, "distance": Distance,
+    "positions": Positions,
+}  # fmt: skip
+_PAPER: dict[Task, dict[str, Any]] = {  # Sec. IV
+    "segmentation": {"alpha": 1e-3, "batch_size": 1, "batches_kept": 20, "neighbors": 8},
+    "classification": {"alpha": 3e-4, "batch_size": 200, "batches_kept": 4, "neighbors": 12},
+}

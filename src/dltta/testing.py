@@ -1,5 +1,7 @@
 """Contract checks for objectives, learning rates and image formats written outside this package.
 
+An objective may have more than `prepare` and a loss: see `dltta.core.objectives.objective`. What it has is checked too.
+
 Run them in your own test suite: each raises `AssertionError` with what the class does and what the contract asks.
 
     from dltta.testing import check_objective, check_rate
@@ -13,6 +15,7 @@ import io
 import math
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +23,9 @@ from torch import Tensor, nn
 
 from dltta.core.adapter import Adapter
 from dltta.core.objectives.objective import Objective, Preparation
-from dltta.core.rates import Fixed, LearningRate
+from dltta.core.rates import AnyRate, Fixed, Signals, takes_signals
 from dltta.data.formats.format import MALFORMED, START, Completeness, Format, ending_among
-from dltta.errors import DataError
+from dltta.errors import DataError, DlttaError
 
 DISCREPANCIES = (0.0, 1e-9, 1e-3, 0.5, 1.0, 10.0)
 
@@ -33,26 +36,36 @@ def check_objective(objective: Objective | Preparation, model: nn.Module, x: Ten
     assert isinstance(objective, Objective | Preparation), f"{name} must have prepare(model)"
     before = _tensors(model)
     images = x.clone()
-    adapter = Adapter(model, objective, Fixed(1e-3) if isinstance(objective, Objective) else None)
+    try:
+        adapter = Adapter(model, objective, Fixed(1e-3) if isinstance(objective, Objective) else None)
+    except DlttaError as error:
+        raise AssertionError(f"{name} cannot be prepared: {error}") from error
     if isinstance(objective, Objective):
         _check_parameters(name, adapter)
         _check_loss(name, adapter, x)
     _check_step(name, adapter, x)
     _check_reset(name, adapter, x)
+    _check_resume(name, adapter, x)
+    _check_predict(name, adapter, x)
     assert torch.equal(x, images), f"{name} must not write into the images"
     assert _same(_tensors(model), before), f"{name} must not change the caller's network"
 
 
-def check_rate(rate: LearningRate) -> None:
-    """Check a learning rate: finite and ≥ 0 for every discrepancy and for None, and repeatable from a saved state."""
+def check_rate(rate: AnyRate) -> None:
+    """Check a learning rate: finite and ≥ 0 for every discrepancy and for None, and repeatable from a saved state.
+
+    A rate that takes `signals` is asked with a small gradient besides.
+    """
     name = type(rate).__name__
     stream = [None, *DISCREPANCIES, *reversed(DISCREPANCIES)]
-    answers = [copy.deepcopy(rate)(discrepancy) for discrepancy in stream]
-    for discrepancy, answer in zip(stream, answers, strict=True):
-        assert isinstance(answer, float), f"{name}({discrepancy}) must be a float, is {type(answer).__name__}"
-        assert math.isfinite(answer), f"{name}({discrepancy}) must be finite, is {answer}"
-        assert answer >= 0, f"{name}({discrepancy}) must not be negative, is {answer}"
-    assert answers == [copy.deepcopy(rate)(d) for d in stream], f"{name} must answer the same from the same state"
+    given = [_ask(copy.deepcopy(rate), discrepancy) for discrepancy in stream]
+    for discrepancy, rates in zip(stream, given, strict=True):
+        for each in rates:
+            assert isinstance(each, float), f"{name}({discrepancy}) must be a float, is {type(each).__name__}"
+            assert math.isfinite(each), f"{name}({discrepancy}) must be finite, is {each}"
+            assert each >= 0, f"{name}({discrepancy}) must not be negative, is {each}"
+    again = [_ask(copy.deepcopy(rate), discrepancy) for discrepancy in stream]
+    assert given == again, f"{name} must give the same from the same state"
     _check_rate_resumes(name, rate, stream)
 
 
@@ -95,16 +108,52 @@ def check_format(format: Format, example: Path | str) -> None:
             assert format.complete(path) is not True, f"{name}.complete must not take half a file for a whole one"
 
 
-def _check_rate_resumes(name: str, rate: LearningRate, stream: list[float | None]) -> None:
+def _ask(rate: AnyRate, discrepancy: float | None) -> list[Any]:
+    """As an adapter asks, without its own checks."""
+    model = nn.Linear(2, 2)
+    torch.nn.init.constant_(model.weight, 0.5)
+    torch.nn.init.constant_(model.bias, 0.25)
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    gradient = {name: 0.1 * parameter for name, parameter in parameters.items()}
+    x = torch.tensor([[1.0, -2.0]])
+    signals = Signals(discrepancy, 0.7, gradient, parameters, model, x, model(x).detach())
+    question: Any = rate
+    found = question(signals if takes_signals(rate) else discrepancy)
+    return list(found) if getattr(rate, "per_parameter", False) else [found]
+
+
+def _check_rate_resumes(name: str, rate: AnyRate, stream: list[float | None]) -> None:
     used = copy.deepcopy(rate)
     fresh = copy.deepcopy(rate)
     for discrepancy in stream:
-        used(discrepancy)
+        _ask(used, discrepancy)
     if hasattr(used, "state_dict") and hasattr(fresh, "load_state_dict"):
         fresh.load_state_dict(copy.deepcopy(used.state_dict()))
-    continued = [used(discrepancy) for discrepancy in stream]
-    resumed = [fresh(discrepancy) for discrepancy in stream]
+    continued = [_ask(used, discrepancy) for discrepancy in stream]
+    resumed = [_ask(fresh, discrepancy) for discrepancy in stream]
     assert continued == resumed, f"{name} remembers earlier images: it needs state_dict() and load_state_dict(state)"
+
+
+def _check_resume(name: str, adapter: Adapter, x: Tensor) -> None:
+    """Two steps, saved and loaded in between, are two steps: whatever it remembers is in `state_dict`."""
+    adapter.reset()
+    adapter.step(x)
+    saved = adapter.state_dict()
+    continued = adapter.step(x).logits
+    for _ in range(2):
+        adapter.step(x.flip(-1))
+    adapter.load_state_dict(saved)
+    again = adapter.step(x).logits
+    assert torch.equal(continued, again), f"{name} remembers something: it needs state_dict() and load_state_dict()"
+
+
+def _check_predict(name: str, adapter: Adapter, x: Tensor) -> None:
+    adapter.reset()
+    adapter.step(x)
+    first, second = adapter.predict(x), adapter.predict(x)
+    assert first.shape == adapter.model(x).shape, f"{name}.predict must give logits of the network's shape"
+    assert torch.equal(first, second), f"{name}.predict must give the same for the same images and state"
+    assert not first.requires_grad, f"{name}.predict must not carry a graph"
 
 
 def _check_parameters(name: str, adapter: Adapter) -> None:
@@ -138,7 +187,7 @@ def _check_step(name: str, adapter: Adapter, x: Tensor) -> None:
     changed = {tensor for tensor in after if not torch.equal(before[tensor], after[tensor])}
     assert changed <= adapted, f"{name} must move only the parameters it names, moved {sorted(changed - adapted)}"
     assert adapter.steps == 0 or changed, f"{name} must move something in a step at rate 1e-3"
-    assert len(step.logits) == len(x), f"{name} must answer every image of the batch"
+    assert len(step.logits) == len(x), f"{name} must predict every image of the batch"
 
 
 def _check_reset(name: str, adapter: Adapter, x: Tensor) -> None:
@@ -146,7 +195,7 @@ def _check_reset(name: str, adapter: Adapter, x: Tensor) -> None:
     first = [adapter.step(x).logits for _ in range(2)]
     adapter.reset()
     second = [adapter.step(x).logits for _ in range(2)]
-    assert all(map(torch.equal, first, second)), f"{name} must give the same answers again after reset()"
+    assert all(map(torch.equal, first, second)), f"{name} must give the same predictions again after reset()"
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

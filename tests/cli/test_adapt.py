@@ -1,16 +1,14 @@
-"""`dltta adapt` and `dltta state` as somebody types them, on every format, with answers read by other programs.
+"""`dltta adapt` and `dltta state` as somebody types them, on every format, predictions read by other programs.
 
-The network calls bright what is brighter than its image's mean: what the answer must be is known for every position.
+The model calls bright what is brighter than its image's mean: what to predict is known for every position.
 """
 
 import csv
 import json
-import os
+import re
 import signal
 import subprocess
 import sys
-import threading
-import time
 
 import nibabel as nib
 import numpy as np
@@ -26,7 +24,7 @@ from dltta.data.preprocessing import Preprocessing
 from dltta.models.io.checkpoint import Checkpoint, save_checkpoint
 from dltta.models.nets.architecture import Architecture
 from networks import trained
-from streams import SEGMENTS, lines, pictures, start, told, typed
+from streams import SEGMENTS, lines, pictures, told, typed
 
 CODE = """
 import torch
@@ -96,14 +94,14 @@ def checkpoint(tmp_path):
 class TestFormats:
     """With adaptation on: batch statistics make the mean the border, small rates leave it there."""
 
-    GENTLE = ("--alpha", "1e-6")
+    GENTLE = ("--method", "tent", "--alpha", "1e-6")
 
     def test_rgb_png(self, dltta, code, folders):
         images, output = folders
         for index in range(3):
             Pillow.fromarray(random(20, 31, 3, seed=index).astype(np.uint8)).save(images / f"smear{index}.png")
         done, out, err = dltta("adapt", "-m", code("color"), "-i", images, "-o", output, *self.GENTLE)
-        assert (done, out) == (0, f"{output}: 3 answered\n"), err
+        assert (done, out) == (0, f"{output}: 3 predicted\n"), err
         for index in range(3):
             values = np.asarray(Pillow.open(images / f"smear{index}.png"))
             found = Pillow.open(output / f"smear{index}.png")
@@ -133,13 +131,13 @@ class TestFormats:
         image.set_sform(affine, code=2)
         nib.save(image, path)
 
-    def check_volume(self, image, answer, expected):
-        image, answer = nib.load(image), nib.load(answer)
-        assert np.array_equal(np.asarray(answer.dataobj), expected)
-        assert np.array_equal(answer.affine, image.affine)
-        assert answer.header.get_zooms() == image.header.get_zooms()
-        assert (answer.get_qform(coded=True)[1], answer.get_sform(coded=True)[1]) == (1, 2)
-        assert bytes(answer.header["descrip"]).startswith(b"scanner B")
+    def check_volume(self, image, prediction, expected):
+        image, prediction = nib.load(image), nib.load(prediction)
+        assert np.array_equal(np.asarray(prediction.dataobj), expected)
+        assert np.array_equal(prediction.affine, image.affine)
+        assert prediction.header.get_zooms() == image.header.get_zooms()
+        assert (prediction.get_qform(coded=True)[1], prediction.get_sform(coded=True)[1]) == (1, 2)
+        assert bytes(prediction.header["descrip"]).startswith(b"scanner B")
 
     def nnunet(self, images, channels):
         """A raw data set as nnU-Net has it; its second channel, if any, is all noise."""
@@ -179,7 +177,7 @@ class TestFormats:
         assert dltta("adapt", *model, "-i", images, "-o", output, "--mode", "frozen")[0] == 0
         self.check_volume(images / "v.nii.gz", output / "v.nii.gz", above_mean(values))
 
-    def test_a_network_for_pictures_takes_volumes_slice_by_slice(self, dltta, code, folders):
+    def test_a_2d_model_takes_volumes_slice_by_slice(self, dltta, code, folders):
         """Across the axis of the largest spacing, wherever it is; every slice has its own mean."""
         images, output = folders
         wanted = {}
@@ -192,7 +190,8 @@ class TestFormats:
             self.volume(images / f"v{axis}.nii.gz", values, affine)
             across = tuple(a for a in range(3) if a != axis)
             wanted[f"v{axis}"] = values > values.mean(axis=across, keepdims=True)
-        assert dltta("adapt", "-m", code("grey"), "-i", images, "-o", output, *self.GENTLE)[0] == 0
+        done, _, err = dltta("adapt", "-m", code("grey"), "-i", images, "-o", output, *self.GENTLE, "--pool", "4")
+        assert done == 0, err
         for case, expected in wanted.items():
             self.check_volume(images / f"{case}.nii.gz", output / f"{case}.nii.gz", expected)
 
@@ -241,7 +240,7 @@ class TestFormats:
             labels.append((f"cell{index}.png", "dark" if index < 2 else "bright"))
         given = ("--classes", "dark,bright", "--batch-size", "2", "--mode", "frozen", "--intensity", "scale:255")
         done, out, err = dltta("adapt", "-m", code("classifier"), "-i", images, "-o", output, *given)
-        assert (done, out) == (0, f"{output}: 5 answered\n"), err
+        assert (done, out) == (0, f"{output}: 5 predicted\n"), err
         rows = list(csv.DictReader((output / "predictions.csv").open()))
         for row, (name, _) in zip(rows, labels, strict=True):
             x = np.asarray(Pillow.open(images / name))[..., 0] / 255 / np.sqrt(1 + 1e-5)  # the network's statistics
@@ -252,9 +251,10 @@ class TestFormats:
             assert row["prediction"] == ("dark", "bright")[expected.argmax()]
         with (tmp_path / "labels.csv").open("w") as file:
             csv.writer(file).writerows([("image", "label"), *labels])
-        done, out, _ = dltta("evaluate", "-p", output / "predictions.csv", "-l", tmp_path / "labels.csv", "--json")
         right = np.mean([row["prediction"] == label for row, (_, label) in zip(rows, labels, strict=True)])
-        assert json.loads(out)["metrics"]["accuracy"] == pytest.approx(right)
+        for predictions in (output / "predictions.csv", output):
+            done, out, _ = dltta("evaluate", "-p", predictions, "-l", tmp_path / "labels.csv", "--json")
+            assert json.loads(out)["metrics"]["accuracy"] == pytest.approx(right)
 
     def test_a_single_image(self, dltta, code, folders):
         images, output = folders
@@ -293,10 +293,10 @@ class TestModels:
         for index in range(2):
             values = random(20, 18, 16, seed=index).astype(np.float32)
             nib.save(nib.Nifti1Image(values, np.diag([2.0, 2.0, 2.0, 1.0])), images / f"scan{index}.nii.gz")
-        given = ("adapt", "-m", tmp_path / "bundle", "-o", output, "--no-guard")
+        given = ("adapt", "-m", tmp_path / "bundle", "-o", output, "--method", "tent", "--no-guard")
         assert dltta(*given, "-i", images / "scan0.nii.gz")[0] == 0
         done, out, _ = dltta(*given, "-i", images, "--resume")
-        assert (done, out) == (0, f"{output}: 1 answered, 1 had their answer\n")
+        assert (done, out) == (0, f"{output}: 1 predicted, 1 had a prediction\n")
         target = tmp_path / "adapted"
         done, out, err = dltta("state", "export", output, "-m", tmp_path / "bundle", "-o", target)
         assert (done, "add --bundle" in err) == (2, True)
@@ -311,7 +311,7 @@ class TestModels:
         images, output = folders
         pictures(images, 3)
         model = ("-m", code("grey"), "--intensity", "scale:255")
-        assert dltta("adapt", *model, "-i", images, "-o", output, "--no-guard", "--alpha", "0.1")[0] == 0
+        assert dltta("adapt", *model, "-i", images, "-o", output, "--method", "tent", "--alpha", "0.1")[0] == 0
         assert dltta("state", "export", output, *model, "-o", tmp_path / "new")[0] == 0
         weights = tmp_path / "new" / "model.safetensors"
         frozen = ("adapt", *model, "--weights", weights, "-i", images, "-o", tmp_path / "frozen", "--mode", "frozen")
@@ -326,7 +326,7 @@ class TestModels:
         for target, more in (("plain", ()), ("bundle", ("--bundle",))):
             new = tmp_path / target
             done, out, _ = dltta("state", "export", output, "-m", checkpoint, "-o", new, "--version", "2", *more)
-            assert (done, out) == (0, f"{new}: the network as {output} left it\n")
+            assert (done, out) == (0, f"{new}: the model as adapted in {output}\n")
             frozen = ("adapt", "-m", new, "-i", images, "-o", tmp_path / f"{target}_out", "--mode", "frozen")
             assert dltta(*frozen)[0] == 0
         for index in range(3):
@@ -390,7 +390,7 @@ class TestErrors:
         assert name.split(".")[0] in sentence
         assert [line.get("case") for line in lines(output)] == [None, "a"]
         done, out, err = dltta(*given, "--resume", "--on-error", "skip")
-        assert (done, out) == (1, f"{output}: 1 answered, 1 had their answer, 1 failed\n")
+        assert (done, out) == (1, f"{output}: 1 predicted, 1 had a prediction, 1 skipped\n")
         sentence = err.splitlines()[1]
         assert (sentence.startswith("skipped: "), err.count("\n")) == (True, 2)
         assert words in sentence
@@ -403,7 +403,7 @@ class TestErrors:
         given = ("adapt", "-m", code("grey"), "-i", images, "-o", output, "--on-error", "skip", "--json")
         done, out, _ = dltta(*given)
         found = json.loads(out)
-        assert (done, found["answered"], found["output"]) == (1, 2, str(output))
+        assert (done, found["predicted"], found["output"]) == (1, 2, str(output))
         assert "bad.png: cannot be read as PNG" in found["failed"][0]
 
     @pytest.mark.parametrize(
@@ -411,9 +411,11 @@ class TestErrors:
         [
             (("--method", "tents"), "did you mean 'tent'?"),
             (("--rate", "dynamik"), "did you mean 'dynamic'?"),
-            (("--mode", "frosen"), "did you mean 'frozen'?"),
-            (("--on-error", "halt"), "there is no answer to errors 'halt'; there are stop, skip"),
-            (("--order", "size"), "did you mean 'time'?"),
+            (("--mode", "frosen"), "'frosen' is not one of 'continual', 'image-specific', 'shadow', 'frozen'"),
+            (("--on-error", "halt"), "Invalid value for '--on-error': 'halt' is not one of 'stop', 'skip'. Try --help"),
+            (("--order", "size"), "'size' is not one of 'name', 'time'"),
+            (("--method", "tents.entropy:Tent"), "there is no module 'tents'"),
+            (("--rate", "fixed"), "recommended chooses its own rate; name a method"),
             (("--idle", "3"), "--idle ends a watch; add --watch"),
             (("--patch", "8by8"), "'8by8' is not a size"),
             (("--patch", "8x8x8"), "cannot be tried out (expected 4D input (got 5D input))"),
@@ -421,11 +423,11 @@ class TestErrors:
             (("--intensity", "scale:white"), "is not the largest value of an image"),
             (("--intensity", "zcore"), "did you mean 'zscore'?"),
             (("--method", "ttt"), "this model has no rotation head"),
-            (("--statistics", "shrinkage"), "need a calibrated network"),
+            (("--method", "tent", "--statistics", "shrinkage"), "need a calibrated model"),
             (("--batch-size", "3"), "segmentations are adapted to one by one"),
-            (("--steps", "0"), "steps must be at least 1"),
+            (("--method", "tent", "--steps", "0"), "steps must be at least 1"),
             (("--device", "quantum"), "device 'quantum' cannot be used"),
-            (("--alpha", "-1"), "alpha must be a finite number"),
+            (("--method", "tent", "--alpha", "-1"), "must be a finite number"),
         ],
     )
     def test_wrong_options_are_one_line_and_nothing_is_written(self, dltta, code, folders, change, words):
@@ -445,11 +447,11 @@ class TestErrors:
     def test_an_output_that_cannot_be_written(self, dltta, code, folders):
         images, _ = folders
         pictures(images, 1)
-        done, _, err = dltta("adapt", "-m", code("grey"), "-i", images, "-o", "/sys/answers")
+        done, _, err = dltta("adapt", "-m", code("grey"), "-i", images, "-o", "/sys/predictions")
         assert (done, err.count("\n")) == (2, 1)
-        assert "error: /sys/answers: cannot be written" in err
+        assert "error: /sys/predictions: cannot be written" in err
 
-    def test_answers_among_the_images(self, dltta, code, folders):
+    def test_predictions_among_the_images(self, dltta, code, folders):
         images, _ = folders
         pictures(images, 1)
         done, _, err = dltta("adapt", "-m", code("grey"), "-i", images, "-o", images)
@@ -492,7 +494,7 @@ class TestRealDisks:
         assert "cannot be written (No space left on device); free space" in errors[0]
         assert "ended 2" in done.stderr
         assert "Traceback" not in done.stderr
-        assert "had their answer" in done.stdout
+        assert "had a prediction" in done.stdout
         assert "the record is as it was written" in done.stdout
 
     def test_a_disk_that_is_read_only(self, checkpoint, folders, tmp_path):
@@ -516,13 +518,23 @@ class TestState:
     def test_list_and_show(self, dltta, output):
         done, out, _ = dltta("state", "list", output)
         assert done == 0
-        rows = [row.split() for row in out.splitlines()]
+        head, *rows = [row.split() for row in out.splitlines()]
+        assert head == ["version", "size", "made", "by"]
         assert [row[-1] for row in rows] == ["start", "case_0", "case_1", "case_2"]
         assert rows[-1][:2] == ["*", "3"]
+        listed = json.loads(dltta("state", "list", output, "--json")[1])
+        assert rows[-1][2:4] == [f"{listed[-1]['bytes'] / 1000:.1f}", "kB"]
         assert [entry["version"] for entry in json.loads(dltta("state", "list", output, "--json")[1])] == [0, 1, 2, 3]
         out = dltta("state", "show", output, "--version", "1")[1]
-        assert out.startswith("version 1 after 1 batches, 1 pairs in memory\n")
-        assert "method: tent" in out
+        told = {key.strip(): value for key, value in (line.split("  ", 1) for line in out.splitlines() if "  " in line)}
+        assert (told["version"].strip(), told["batches seen"].strip(), told["pairs in memory"].strip()) == ("1",) * 3
+        assert re.search(r"^  recipe.method +tent$", out, re.MULTILINE)
+        assert re.search(r"^  recipe.guard +yes$", out, re.MULTILINE)
+        assert re.search(r"^  window +none$", out, re.MULTILINE)
+        assert re.search(r"^  network +[0-9a-f]{12}…$", out, re.MULTILINE)
+        assert max(map(len, out.splitlines())) <= 80
+        assert re.search(r"^  classes +background, a, b$", out, re.MULTILINE)
+        assert re.search(r"^adapted tensors +36, such as conv_0\S+$", out, re.MULTILINE)
         assert json.loads(dltta("state", "show", output, "--json")[1])["version"] == 3
 
     def test_roll_back_and_go_on(self, dltta, output, checkpoint, folders):
@@ -564,80 +576,84 @@ class TestState:
         assert (done, err.count("\n")) == (2, 1)
         assert "is there already and not empty" in err
 
-    @pytest.mark.parametrize("command", ["list", "show", "rollback", "verify", "export"])
-    def test_help_shows_an_example(self, dltta, command):
-        code, out, _ = dltta("state", command, "--help")
-        assert code == 0
-        assert f"dltta state {command}" in out.split("For example")[1]
-
-
-def test_help_fits_a_terminal_and_shows_examples(dltta, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("TERMINAL_WIDTH", "80")
-    code, out, _ = dltta("adapt", "--help")
-    assert code == 0
-    assert max(map(len, out.splitlines())) <= 80
-    assert "…" not in out.replace("mps …", "")
-    assert out.count("dltta adapt -m") == 3
-
-
-class TestWatching:
-    @pytest.mark.long
-    def test_cases_are_answered_as_they_come_and_those_answered_are_not_waited_for(self, dltta, code, folders):
-        """Resumed, the watch ends after its idle time: nothing that was answered counts as news."""
+    def test_a_list_of_long_and_marked_up_names_fits_80_columns(self, dltta, checkpoint, folders, monkeypatch):
+        monkeypatch.setenv("COLUMNS", "80")
         images, output = folders
-        pictures(images, 2)
+        pictures(images, 2, size=(20, 24))
+        (images / "case_0.png").rename(images / "[red]x[red].png")
+        (images / "case_1.png").rename(images / f"{'very_' * 30}long.png")
+        assert dltta("adapt", "-m", checkpoint, "-i", images, "-o", output)[0] == 0
+        out = dltta("state", "list", output)[1]
+        assert max(map(len, out.splitlines())) <= 80
+        assert "[red]x[red]" in out
+        assert re.search(r"very_(very_)+.*…$", out.rstrip())
 
-        def bring():
-            time.sleep(1.2)
-            Pillow.fromarray(random(8, 12).astype(np.uint8)).save(images.parent / "later.png")
-            (images.parent / "later.png").replace(images / "later.png")
 
-        thread = threading.Thread(target=bring)
-        thread.start()
-        given = ("adapt", "-m", code("grey"), "-i", images, "-o", output, "--watch", "--idle", "1.5", "--resume")
-        done, out, _ = dltta(*given)
-        thread.join()
-        assert (done, out) == (0, f"{output}: 3 answered\n")
+class TestHooked:
+    """What happens in the middle of a stream: the model's own code does it, when it sees a certain image."""
+
+    HOOKED = """
+import signal
+from pathlib import Path
+
+from bright import Bright
+
+
+class Hooked(Bright):
+    def forward(self, x):
+        found = Path(__file__).with_name(f"when_{int(x.max())}.py")
+        if found.exists():
+            exec(found.read_text())
+        return super().forward(x)
+
+
+def hooked(): return Hooked(2, 1, True)
+"""
+
+    @pytest.fixture
+    def hooked(self, code, tmp_path, monkeypatch):
+        monkeypatch.syspath_prepend(tmp_path)
+        (tmp_path / "hooked.py").write_text(self.HOOKED)
+        return f"{tmp_path / 'hooked.py'}:hooked"
+
+    def image(self, folder, brightest):
+        values = random(8, 12, seed=brightest) % brightest
+        values[0, 0] = brightest
+        Pillow.fromarray(values.astype(np.uint8)).save(folder / f"case_{brightest}.png")
+
+    def test_a_watch_predicts_what_arrives_until_a_file_named_stop(self, dltta, hooked, folders, tmp_path):
+        """Resumed, the watch ends after its idle time: nothing that was predicted counts as news."""
+        images, output = folders
+        self.image(images, 201)
+        self.image(tmp_path, 202)
+        later = tmp_path / "case_202.png"
+        (tmp_path / "when_201.py").write_text(
+            f"p = Path({str(later)!r})\nif p.exists(): p.rename({str(images)!r} + '/later.png')"
+        )
+        (tmp_path / "when_202.py").write_text(f"Path({str(images / 'STOP')!r}).touch()")
+        given = ("adapt", "-m", hooked, "-i", images, "-o", output, "--watch")
+        done, out, err = dltta(*given)
+        assert (done, out) == (0, f"{output}: 2 predicted\n"), err
         before = told(output)
-        (images / "case_0.png").write_bytes(b"not looked at")
-        done, out, _ = dltta(*given)
-        assert (done, out) == (0, f"{output}: 0 answered\n")
+        (images / "STOP").unlink()
+        (images / "case_201.png").write_bytes(b"not looked at")
+        done, out, _ = dltta(*given, "--idle", "0.1", "--resume")
+        assert (done, out) == (0, f"{output}: 0 predicted\n")
         assert told(output) == before
 
-    def test_a_file_named_stop_ends_it(self, dltta, code, folders):
+    def test_ctrl_c_keeps_what_was_predicted(self, dltta, hooked, folders, tmp_path):
         images, output = folders
-        pictures(images, 1)
-        threading.Timer(2.5, lambda: (images / "STOP").touch()).start()
-        done, out, _ = dltta("adapt", "-m", code("grey"), "-i", images, "-o", output, "--watch")
-        assert (done, out) == (0, f"{output}: 1 answered\n")
-
-
-def test_ctrl_c_keeps_what_was_answered(dltta, code, folders, tmp_path):
-    images, output = folders
-    pictures(images, 2)
-    shown = tmp_path / "shown"
-
-    def watching():
-        from dltta import cli
-
-        handle = os.open(shown, os.O_WRONLY | os.O_CREAT)
-        os.dup2(handle, 2)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        monkey = ["dltta", "adapt", "-m", code("grey"), "-i", images, "-o", output, "--watch"]
-        sys.argv = list(map(str, monkey))
-        sys.stderr = os.fdopen(os.dup(handle), "w")
-        cli.screen.file = sys.stderr
-        cli.main()
-
-    process = start(watching)
-    deadline = time.monotonic() + 60
-    while not (output / "case_1.png").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    os.kill(process, signal.SIGINT)
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 130
-    assert "interrupted; the same command continues where it stopped, adapt and train with --resume" in " ".join(
-        shown.read_text().split()
-    )
-    assert dltta("adapt", "-m", code("grey"), "-i", images, "-o", output, "--resume")[0] == 0
-    assert len([line for line in lines(output) if "answer" in line]) == 2
+        for brightest in (201, 202, 203):
+            self.image(images, brightest)
+        (tmp_path / "when_203.py").write_text("signal.raise_signal(signal.SIGINT)")
+        usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            done, out, err = dltta("adapt", "-m", hooked, "-i", images, "-o", output)
+        finally:
+            signal.signal(signal.SIGINT, usual)
+        assert (done, out) == (130, "")
+        assert err.splitlines()[-1].startswith("interrupted; the same command continues where it stopped, adapt and")
+        assert [line["case"] for line in lines(output) if "prediction" in line] == ["case_201", "case_202"]
+        (tmp_path / "when_203.py").unlink()
+        done, out, _ = dltta("adapt", "-m", hooked, "-i", images, "-o", output, "--resume")
+        assert (done, out) == (0, f"{output}: 1 predicted, 2 had a prediction\n")

@@ -125,6 +125,17 @@ def test_discrepancy_and_rate_by_hand():
     assert adapter.model.norm.bias.item() == pytest.approx(0.0380797 * 0.209987, abs=1e-6)  # in this very step
 
 
+def test_a_sum_over_positions_makes_discrepancy_and_rate_so_many_times_larger():
+    found = {}
+    for positions in ("mean", "sum"):
+        bank = memory("bottleneck", ready="neighbors", positions=positions)
+        adapter = Adapter(trained(Segmenter(2)), Tent(), Proportional(1e-9, initial=0.0), memory=bank)
+        found[positions] = [adapter.step(x) for x in stream((1, 1, 8, 8), 4)][-1]
+    assert found["mean"].discrepancy > 0
+    assert found["sum"].discrepancy == pytest.approx(64 * found["mean"].discrepancy, rel=1e-5)
+    assert found["sum"].rate == pytest.approx(64 * found["mean"].rate, rel=1e-5)
+
+
 def test_memory_is_filled_with_the_answer_after_the_update():
     adapter = Adapter(trained(Segmenter()), Tent(), Fixed(0.5), memory=memory("bottleneck"))
     x = stream((1, 1, 8, 8), 1)[0]

@@ -126,7 +126,7 @@ def test_an_update_after_which_the_prediction_is_not_finite_is_undone():
         adapter.step(stream((1, 1, 8, 8), 1)[0] + 100)
     after = adapter.state_dict()
     assert all(torch.equal(saved[k], after[k]) for k in saved if isinstance(saved[k], torch.Tensor))
-    assert after["_extra_state"]["taken"] == saved["_extra_state"]["taken"] == 5
+    assert after["_extra_state"]["batches_seen"] == saved["_extra_state"]["batches_seen"] == 5
     assert all(map(torch.equal, saved["_extra_state"]["memory"]["values"], after["_extra_state"]["memory"]["values"]))
 
 

@@ -69,9 +69,9 @@ def test_a_resumed_stream_is_bit_identical_to_an_uninterrupted_one(kind, stop):
     file.seek(0)
     resumed = make(kind)
     resumed.load_state_dict(torch.load(file, weights_only=True))
-    assert resumed.taken == stop
+    assert resumed.batches_seen == stop
     assert identical(run(resumed, images[stop:]), whole[stop:])
-    assert resumed.taken == 10
+    assert resumed.batches_seen == 10
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -83,7 +83,7 @@ def test_reset_is_bit_exact(kind):
     adapter.reset()
     after = adapter.model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert (adapter.taken, len(adapter.memory)) == (0, 0)
+    assert (adapter.batches_seen, len(adapter.memory)) == (0, 0)
     assert identical(run(adapter, images), first)
 
 

@@ -23,6 +23,14 @@ def test_positions_are_averaged_and_classes_summed():
     assert symmetric_kl(prediction, other).tolist() == pytest.approx([math.log(3) / 16], abs=1e-7)
 
 
+def test_positions_may_be_summed():
+    prediction = tensor([[[0.5, 0.25], [0.5, 0.75]], [[0.5, 0.5], [0.5, 0.5]]])
+    other = tensor([[[0.25, 0.25], [0.75, 0.75]], [[0.25, 0.25], [0.75, 0.75]]])  # one of two differs, both differ
+    by_hand = [math.log(3) / 8, math.log(3) / 4]
+    assert symmetric_kl(prediction, other, positions="sum").tolist() == pytest.approx(by_hand, abs=1e-7)
+    assert batch_discrepancy(prediction, other, positions="sum") == pytest.approx(math.log(3) * 3 / 16, abs=1e-7)
+
+
 def test_discrepancy_does_not_grow_with_the_image():
     prediction, other = tensor([[[0.5], [0.5]]]), tensor([[[0.25], [0.75]]])
     wide = symmetric_kl(prediction.repeat(1, 1, 50), other.repeat(1, 1, 50))

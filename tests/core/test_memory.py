@@ -182,6 +182,7 @@ def test_a_state_of_another_capacity_or_layer_is_refused():
         ({"distance": "dot"}, "'l2' or 'cosine'"),
         ({"ready": "now"}, "'full' or 'neighbors'"),
         ({"dtype": torch.int8}, "floating-point"),
+        ({"positions": "max"}, "'mean' or 'sum'"),
     ],
 )
 def test_impossible_settings_are_refused(options, words):

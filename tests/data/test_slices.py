@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 import torch
 
-from dltta.config import AdaptationSettings, default_architecture, default_preprocessing, open_dataset
+from dltta.config import default_architecture, default_preprocessing, open_dataset
 from dltta.data.formats.images import Geometry
 from dltta.data.sites import Slices
 from dltta.data.slices import from_slices, slice_axis, to_slices
 from dltta.errors import DataError
 from dltta.evaluation.experiment import Experiment, run_experiment
+from dltta.recipes import Recipe
 from dltta.training import TrainingSettings
 
 
@@ -78,7 +79,7 @@ def test_an_experiment_takes_volumes_slice_by_slice_below_its_root(tmp_path):
         network_options={"width": 4},
         examples=1,
         training=TrainingSettings(epochs=1, batch_size=2, validation=0.5),
-        adaptation=AdaptationSettings(batches_kept=2, neighbors=1),
+        adaptation=Recipe(batches_kept=2, neighbors=1),
     )
     results = run_experiment(experiment)
     adapted = [stream for stream in results.streams if stream.target == "b"]

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 
-from dltta.evaluation import CaseRecord, Provenance, Results, Stream, StreamRecord
+from dltta.evaluation.provenance import Provenance
+from dltta.evaluation.results import Results, StreamResult
+from dltta.evaluation.run import CaseRecord, StreamRecord
 
 PROVENANCE = Provenance("0.0.0", None, (0,), {"torch": "2"}, {"cores": 2}, {"A": "aa", "B": "bb"})
 
@@ -16,17 +18,17 @@ def stream(
     source: str = "A",
     seed: int = 0,
     hd95: float = 4.0,
-) -> Stream:
+) -> StreamResult:
     rows = tuple(
         CaseRecord(f"case_{i}", target, {"dice": value, "hd95": hd95}, 0.1, 0.5, 0.2, 1e-3, "px", 0)
         for i, value in enumerate(dice)
     )
     metrics = {"dice": sum(dice) / len(dice), "hd95": hd95}
     record = StreamRecord(target, "segmentation", metrics, rows)
-    return Stream.of(record, source=source, method=method, rate=rate, seed=seed)
+    return StreamResult.of(record, source=source, method=method, rate=rate, seed=seed)
 
 
-def results(*streams: Stream) -> Results:
+def results(*streams: StreamResult) -> Results:
     return Results({"name": "small"}, PROVENANCE, streams)
 
 

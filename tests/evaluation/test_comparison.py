@@ -3,7 +3,7 @@ import math
 import pytest
 
 from dltta.errors import DataError, SettingError
-from dltta.evaluation import case_gains, negative_transfer, paired_test, worst_site
+from dltta.evaluation.comparison import case_gains, negative_transfer, paired_test, worst_site
 
 NAN = math.nan
 
@@ -52,7 +52,7 @@ def test_five_pairs_are_too_few_to_be_significant():
 
 
 def test_mcnemar_by_hand():
-    # Twenty answers changed, fifteen for the better: 2 * (1 + 20 + 190 + 1140 + 4845 + 15504) / 2^20.
+    # Twenty predictions changed, fifteen for the better: 2 * (1 + 20 + 190 + 1140 + 4845 + 15504) / 2^20.
     first, second = [1.0] * 15 + [0.0] * 5 + [1.0] * 7, [0.0] * 15 + [1.0] * 5 + [1.0] * 7
     got = paired_test(first, second)
     assert got.test == "mcnemar"

@@ -1,14 +1,13 @@
-"""`dltta inspect`: what each method would do to a network, by trying."""
+"""`dltta inspect`: what each method would do to a network, found by one step with each."""
 
 import json
 import re
 
 import pytest
 import torch
-from test_cli import dltta  # noqa: F401  # a fixture
 
 from bundles import make_bundle
-from dltta.config import METHODS
+from commands import typed
 from dltta.data.preprocessing import Preprocessing
 from dltta.evaluation.overview import overview
 from dltta.models.encoder import shared_parameters
@@ -17,6 +16,12 @@ from dltta.models.io.opening import open_checkpoint, open_model
 from dltta.models.nets.architecture import Architecture
 from dltta.models.parts.autoencoders import UNET_LEVELS, AutoEncoders
 from dltta.models.parts.rotation import RotationHead
+from dltta.recipes import Method
+
+
+@pytest.fixture
+def dltta(monkeypatch, capsys):
+    return lambda *arguments: typed(monkeypatch, capsys, *arguments)
 
 
 def checkpoint(size=(32, 32)):
@@ -39,16 +44,16 @@ def own_code(folder, body):
     return f"{folder / 'own.py'}:net"
 
 
-def trials(seen):
-    return {trial.method: trial for trial in seen.trials}
+def checks(seen):
+    return {check.method: check for check in seen.methods}
 
 
 def test_a_checkpoint_with_all_parts_works_with_every_method():
     source = checkpoint()
     seen = overview(open_checkpoint(source, "net"))
-    found = trials(seen)
-    assert tuple(found) == METHODS
-    assert all(trial.works for trial in found.values()), [trial.why for trial in found.values()]
+    found = checks(seen)
+    assert tuple(found) == tuple(Method)
+    assert all(check.works for check in found.values()), [check.reason for check in found.values()]
     assert found["source"].statistics == 0
     assert found["ptbn"].statistics == found["tent"].statistics == 18
     norms = [layer for layer in source.model.modules() if isinstance(layer, torch.nn.BatchNorm2d)]
@@ -62,20 +67,20 @@ def test_a_checkpoint_with_all_parts_works_with_every_method():
 
 def test_what_is_missing_is_said_in_words(tmp_path):
     seen = overview(open_model(own_code(tmp_path, "nn.Conv2d(1, 2, 1)")))
-    assert seen.anatomy.feature_layer is None
-    found = trials(seen)
-    assert [method for method, trial in found.items() if trial.works] == ["source"]
-    assert "no layer normalizes by statistics of the training set" in found["ptbn"].why
-    assert "no normalization layer with scale and shift" in found["tent"].why
-    assert "has no rotation head, which TTT needs" in found["ttt"].why
-    assert "has no auto-encoders, which ATTA needs" in found["atta"].why
+    assert seen.network.feature_layer is None
+    found = checks(seen)
+    assert [method for method, check in found.items() if check.works] == ["source"]
+    assert "no layer normalizes by statistics of the training set" in found["ptbn"].reason
+    assert "no normalization layer with scale and shift" in found["tent"].reason
+    assert "has no rotation head, which TTT needs" in found["ttt"].reason
+    assert "has no auto-encoders, which ATTA needs" in found["atta"].reason
 
 
 def test_what_only_a_step_shows_is_found(tmp_path):
     """One value per channel at the bottleneck has no statistics; the constructor cannot know."""
-    found = trials(overview(open_model(own_code(tmp_path, "Segmenter()")), (2, 2)))
+    found = checks(overview(open_model(own_code(tmp_path, "Segmenter()")), (2, 2)))
     assert not found["tent"].works
-    assert re.search(r"an image of 2x2: layer 'bottleneck.1' gets a single value", found["tent"].why)
+    assert re.search(r"an image of 2x2: layer 'bottleneck.1' gets a single value", found["tent"].reason)
 
 
 def test_the_network_is_left_as_it_was(tmp_path):
@@ -87,7 +92,7 @@ def test_the_network_is_left_as_it_was(tmp_path):
 
 
 class TestCommand:
-    def test_tables_fit_80_columns(self, dltta, tmp_path, monkeypatch):  # noqa: F811
+    def test_tables_fit_80_columns(self, dltta, tmp_path, monkeypatch):
         monkeypatch.setenv("COLUMNS", "80")
         save_checkpoint(tmp_path / "net", checkpoint())
         code, out, _ = dltta("inspect", tmp_path / "net")
@@ -99,23 +104,23 @@ class TestCommand:
         assert "default feature layer: down_4, keys of 64x2x2" in out
         assert "18 ReLU" in out
 
-    def test_json_has_everything(self, dltta, tmp_path):  # noqa: F811
+    def test_json_has_everything(self, dltta, tmp_path):
         make_bundle(tmp_path / "b")
         code, out, _ = dltta("inspect", tmp_path / "b", "--json")
         assert code == 0
-        answer = json.loads(out)
-        assert (answer["kind"], answer["task"], answer["window"]["patch"]) == ("bundle", "segmentation", [16, 16, 16])
-        assert answer["network"]["input"] == [1, 16, 16, 16]
-        assert answer["network"]["memory"]["images"] == 20
-        assert set(answer["methods"]) == set(METHODS)
-        assert answer["methods"]["ttt"]["works"] is False
+        shown = json.loads(out)
+        assert (shown["kind"], shown["task"], shown["window"]["patch"]) == ("bundle", "segmentation", [16, 16, 16])
+        assert shown["network"]["input"] == [1, 16, 16, 16]
+        assert shown["network"]["memory"]["images"] == 20
+        assert set(shown["methods"]) == set(Method)
+        assert shown["methods"]["ttt"]["works"] is False
 
-    def test_a_size_nobody_knows_is_said_to_be_assumed(self, dltta, tmp_path):  # noqa: F811
+    def test_a_size_nobody_knows_is_said_to_be_assumed(self, dltta, tmp_path):
         save_checkpoint(tmp_path / "net", checkpoint(size=None))
-        assert "1x128x128, a size nobody asked for" in dltta("inspect", tmp_path / "net")[1]
+        assert "1x128x128, an assumed size" in dltta("inspect", tmp_path / "net")[1]
         assert "tried with 1x48x64, gives 3x48x64" in dltta("inspect", tmp_path / "net", "--size", "48x64")[1]
 
-    def test_options_for_code(self, dltta, tmp_path):  # noqa: F811
+    def test_options_for_code(self, dltta, tmp_path):
         spec = own_code(tmp_path, "Classifier(channels=3)")
         torch.save({"a": torch.ones(1)}, tmp_path / "w.pt")
         options = ["--classes", "a,b,c", "--channels", "3", "--size", "32x32", "--task", "classification"]
@@ -135,11 +140,11 @@ class TestCommand:
             ([], "Missing argument"),
         ],
     )
-    def test_mistakes_are_one_line(self, dltta, arguments, words):  # noqa: F811
+    def test_mistakes_are_one_line(self, dltta, arguments, words):
         code, _, err = dltta("inspect", *arguments)
         assert code == 2
         assert words in err
         assert len(err.strip().splitlines()) == 1
 
-    def test_help_shows_an_example(self, dltta):  # noqa: F811
-        assert "dltta inspect models/a" in dltta("inspect", "--help")[1].split("For example")[1]
+    def test_help_shows_an_example(self, dltta):
+        assert "dltta inspect models/a" in dltta("inspect", "--help")[1].split("Examples")[1]

@@ -10,7 +10,8 @@ import pytest
 from PIL import Image
 from small_results import one_target, results, stream
 
-from dltta.evaluation import CaseRecord, Example, Stream, StreamRecord, render_report, sentences, write_report
+from dltta.errors import DataError
+from dltta.evaluation.examples import Example
 from dltta.evaluation.figures import (
     MOST_POINTS,
     _along,
@@ -21,15 +22,20 @@ from dltta.evaluation.figures import (
     method_color,
     stream_chart,
 )
-from dltta.evaluation.pictures import (
+from dltta.evaluation.headline import sentences
+from dltta.evaluation.rendering import (
     CONFUSED,
     INVENTED,
     MISSED,
-    error_picture,
-    image_picture,
-    overlay_picture,
+    absolute_error,
+    render_errors,
+    render_image,
+    render_overlay,
     slice_of,
 )
+from dltta.evaluation.report import render_report, write_report
+from dltta.evaluation.results import StreamResult
+from dltta.evaluation.run import CaseRecord, StreamRecord
 
 EVIL = "</h3><script>alert('$x')</script>\" onerror=\"x"
 VOID = {"meta", "img", "br", "hr", "link", "input"}
@@ -65,10 +71,10 @@ class Page(HTMLParser):
 
 def segmented(name: str = "case_0") -> Example:
     label = np.array([[0, 1, 1, 0], [0, 2, 2, 0]])
-    answer = np.array([[1, 1, 0, 0], [0, 1, 2, 0]])
+    prediction = np.array([[1, 1, 0, 0], [0, 1, 2, 0]])
     image = np.arange(8.0).reshape(1, 2, 4)
     return Example(
-        name, image, label, {"Source": answer, "Tent": label}, {"Source": 0.5, "Tent": 1.0}, ("bg", "x", "y")
+        name, image, label, {"Source": prediction, "Tent": label}, {"Source": 0.5, "Tent": 1.0}, ("bg", "x", "y")
     )
 
 
@@ -113,6 +119,17 @@ def test_page_is_well_formed_and_complete(full):
     ]
 
 
+def test_decisions_of_the_guard_are_a_table_by_reason():
+    assert "Decisions of the guard" not in render_report(one_target())
+    first, second, *rest = one_target().streams[2].cases
+    decided = replace(first, decision="kept", reason="<ood>"), replace(second, decision="accepted")
+    tent = replace(one_target().streams[2], cases=(*decided, *rest))
+    page = render_report(results(one_target().streams[1], tent))
+    section = page.split("<h2>Decisions of the guard</h2>")[1].split("</section>")[0]
+    rows = re.findall(r"<tr><th[^>]*>(.*?)</th><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", section)
+    assert rows == [("Tent", "accepted", "–", "1"), ("Tent", "kept", "&lt;ood&gt;", "1")]
+
+
 def test_page_needs_no_network_and_no_script(full):
     page = Page(full)
     assert "http" not in full
@@ -125,7 +142,7 @@ def test_page_needs_no_network_and_no_script(full):
             assert address is None or address.startswith(("data:image/png;base64,", "#")), (tag, address)
 
 
-def test_every_picture_and_chart_has_a_description(full):
+def test_every_image_and_chart_has_a_description(full):
     page = Page(full)
     assert all(attributes.get("alt") for tag, attributes in page.tags if tag == "img")
     described = [attributes for _, attributes in page.tags if attributes.get("role") == "img"]
@@ -179,7 +196,8 @@ def test_classification_page():
     )
     record = StreamRecord("B", "classification", {"accuracy": 0.5}, rows)
     streams = [
-        Stream.of(record, source="A", method=m, rate=r, seed=0) for m, r in (("source", "none"), ("tent", "fixed"))
+        StreamResult.of(record, source="A", method=m, rate=r, seed=0)
+        for m, r in (("source", "none"), ("tent", "fixed"))
     ]
     page = Page(render_report(results(*streams), examples=[classified()]))
     assert "no 70% ✗" in page.words
@@ -189,7 +207,7 @@ def test_classification_page():
 
 def test_results_without_labels_or_streams_still_make_a_page():
     unlabeled = StreamRecord("B", "segmentation", {}, (CaseRecord("a", "B", {}, 0.1, 0.5, 0.1, 1e-3),))
-    for some in (results(), results(Stream.of(unlabeled, source="A", method="tent", rate="dynamic", seed=0))):
+    for some in (results(), results(StreamResult.of(unlabeled, source="A", method="tent", rate="dynamic", seed=0))):
         assert "No case was scored" in Page(render_report(some)).words
 
 
@@ -235,6 +253,19 @@ def test_headline_names_the_methods_that_harm_and_the_rate_that_loses():
     assert "The dynamic rate beats the fixed one for none of 1 method and falls behind it for 1." in sentences(mixed)
 
 
+def test_a_tie_as_shown_goes_to_the_simplest_method():
+    tied = results(
+        stream("source", "none", [0.6]),
+        stream("atta", "fixed", [0.7]),
+        stream("tent", "dynamic", [0.7004]),
+        stream("tent", "fixed", [0.7]),
+        stream("ptbn", "none", [0.6996]),
+    )
+    assert sentences(tied)[0].endswith("the best method, PTBN, gains 10.0 points and reaches 70.0.")
+    without = results(*tied.streams[:4])
+    assert sentences(without)[0].endswith("the best method, Tent, gains 10.0 points and reaches 70.0.")
+
+
 def test_headline_over_several_targets_speaks_of_the_hardest_and_of_all():
     several = results(
         stream("source", "none", [0.6]),
@@ -252,29 +283,40 @@ def test_headline_without_the_source_method():
     )
 
 
-# ---- pictures
+# ---- rendering
 
 
-def pixels(picture: np.ndarray, row: int, column: int) -> tuple[int, ...]:
-    scale = picture.shape[1] // 4
-    return tuple(int(value) for value in picture[row * scale, column * scale])
+def pixels(rendered: np.ndarray, row: int, column: int) -> tuple[int, ...]:
+    scale = rendered.shape[1] // 4
+    return tuple(int(value) for value in rendered[row * scale, column * scale])
 
 
 def test_error_map_tells_missed_invented_and_confused_apart():
     example = segmented()
-    picture = error_picture(example, example.predictions["Source"])
-    assert pixels(picture, 0, 0) == INVENTED
-    assert pixels(picture, 0, 2) == MISSED
-    assert pixels(picture, 1, 1) == CONFUSED
-    right = tuple(int(value) // 3 for value in image_picture(example)[0, picture.shape[1] // 4])
-    assert pixels(picture, 0, 1) == right
+    rendered = render_errors(example, example.predictions["Source"])
+    assert pixels(rendered, 0, 0) == INVENTED
+    assert pixels(rendered, 0, 2) == MISSED
+    assert pixels(rendered, 1, 1) == CONFUSED
+    right = tuple(int(value) // 3 for value in render_image(example)[0, rendered.shape[1] // 4])
+    assert pixels(rendered, 0, 1) == right
+
+
+def test_absolute_errors_are_distances_of_class_values():
+    example = segmented()
+    prediction = np.array([[2, 1, 0, 0], [0, 0, 2, 0]], np.uint8)
+    errors = absolute_error(example, prediction)
+    scale = errors.shape[1] // 4
+    assert errors.shape == render_image(example).shape[:2]
+    assert errors[::scale, ::scale].tolist() == [[2, 0, 1, 0], [0, 2, 0, 0]]
+    with pytest.raises(DataError, match="has no label"):
+        absolute_error(replace(example, label=None), prediction)
 
 
 def test_overlay_colors_foreground_only():
     example = segmented()
-    picture, plain = overlay_picture(example, example.predictions["Tent"]), image_picture(example)
-    assert pixels(picture, 1, 3) == pixels(plain, 1, 3) == (255, 255, 255)
-    assert pixels(picture, 0, 1) != pixels(plain, 0, 1)
+    rendered, plain = render_overlay(example, example.predictions["Tent"]), render_image(example)
+    assert pixels(rendered, 1, 3) == pixels(plain, 1, 3) == (255, 255, 255)
+    assert pixels(rendered, 0, 1) != pixels(plain, 0, 1)
 
 
 def test_volume_is_cut_in_the_middle_of_the_structure():
@@ -284,7 +326,7 @@ def test_volume_is_cut_in_the_middle_of_the_structure():
     image[0, 2, 3, 7] = 1
     volume = Example("v", image, label, {"Source": label})
     assert slice_of(volume) == 7
-    assert pixels(image_picture(volume), 3, 2) == (255, 255, 255)  # x to the right, y down
+    assert pixels(render_image(volume), 3, 2) == (255, 255, 255)  # x to the right, y down
     assert slice_of(replace(volume, label=None)) == 5
     assert slice_of(replace(volume, axis=0)) == 1
     assert slice_of(segmented()) is None
@@ -292,21 +334,21 @@ def test_volume_is_cut_in_the_middle_of_the_structure():
 
 def test_constant_image_and_unlabeled_example_can_be_shown():
     flat = Example("f", np.ones((2, 4, 4)), None, {"Source": np.ones((4, 4), dtype=int)})
-    assert image_picture(flat).max() == 0
-    assert (error_picture(flat, flat.predictions["Source"]) == overlay_picture(flat, flat.predictions["Source"])).all()
+    assert render_image(flat).max() == 0
+    assert (render_errors(flat, flat.predictions["Source"]) == render_overlay(flat, flat.predictions["Source"])).all()
     assert "Ground truth of" not in render_report(results(), examples=[flat])
 
 
-def test_pictures_are_enlarged_or_thinned_to_a_useful_size():
-    assert image_picture(Example("s", np.zeros((1, 10, 20)), None, {})).shape == (160, 320, 3)
-    assert image_picture(Example("l", np.zeros((1, 100, 3000)), None, {})).shape == (34, 1000, 3)
+def test_renderings_are_enlarged_or_thinned_to_a_useful_size():
+    assert render_image(Example("s", np.zeros((1, 10, 20)), None, {})).shape == (160, 320, 3)
+    assert render_image(Example("l", np.zeros((1, 100, 3000)), None, {})).shape == (34, 1000, 3)
 
 
-def test_inlined_picture_is_the_picture(full):
+def test_the_inlined_image_is_the_rendering(full):
     first = re.search(r'src="data:image/png;base64,([^"]+)"', full)
     assert first
     shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(first[1]))))
-    assert (shown == image_picture(segmented())).all()
+    assert (shown == render_image(segmented())).all()
 
 
 # ---- charts

@@ -10,8 +10,9 @@ from small_results import one_target, results, stream
 
 from dltta.data.case import Case
 from dltta.errors import DataError, SettingError
-from dltta.evaluation import CaseRecord, Provenance, Results, Stream, StreamRecord, checksum
-from dltta.evaluation.results import case_means
+from dltta.evaluation.provenance import Provenance, checksum
+from dltta.evaluation.results import Results, StreamResult, case_means
+from dltta.evaluation.run import CaseRecord, StreamRecord
 
 
 def changed(path: Path, edit: Any) -> Path:
@@ -23,10 +24,18 @@ def changed(path: Path, edit: Any) -> Path:
 
 def test_round_trip(tmp_path):
     row = CaseRecord(
-        "p", "B", {"accuracy": 1.0}, 0.2, guard="skipped", label=1, prediction=1, probabilities=(0.25, 0.75)
+        "p",
+        "B",
+        {"accuracy": 1.0},
+        0.2,
+        decision="kept",
+        reason="ood-score",
+        label=1,
+        prediction=1,
+        probabilities=(0.25, 0.75),
     )
     record = StreamRecord("B", "classification", {"accuracy": 1.0}, (row,))
-    classified = Stream.of(record, source="A", method="tent", rate="dynamic", seed=3, order=2)
+    classified = StreamResult.of(record, source="A", method="tent", rate="dynamic", seed=3, order=2)
     written = results(*one_target().streams, classified)
     written.write(tmp_path / "results.json")
     assert Results.load(tmp_path / "results.json") == written
@@ -76,10 +85,10 @@ def test_stream_that_does_not_define_a_metric_is_not_counted():
     assert (rows[0].mean, rows[0].n) == (0.5, 1)
 
 
-def test_right_and_wrong_answers_have_no_spread_over_cases():
+def test_right_and_wrong_predictions_have_no_spread_over_cases():
     row = CaseRecord("p", "B", {"accuracy": 1.0}, 0.2, label=1, prediction=1, probabilities=(0.25, 0.75))
     record = StreamRecord("B", "classification", {"accuracy": 1.0}, (row, replace(row, case="q")))
-    (summary,) = results(Stream.of(record, source="A", method="source", rate="none", seed=0)).summary
+    (summary,) = results(StreamResult.of(record, source="A", method="source", rate="none", seed=0)).summary
     assert math.isnan(summary.case_sd)
 
 
@@ -127,7 +136,7 @@ def test_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     [
         (lambda d: d.pop("streams"), "the file has no 'streams'"),
         (lambda d: d.pop("summary"), "the file has no 'summary'"),
-        (lambda d: d.update(schema=99), "schema 99, this version reads 1"),
+        (lambda d: d.update(schema=99), "schema 99, this version reads 2"),
         (lambda d: d.update(streams={}), "the file.streams should be list, found dict"),
         (lambda d: d["streams"].append(3), r"streams\[4\] has no 'cases'"),
         (lambda d: d["streams"][1].pop("method"), r"streams\[1\] has no 'method'"),

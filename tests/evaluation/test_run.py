@@ -5,11 +5,13 @@ import pytest
 import torch
 from torch import Tensor, tensor
 
+from dltta.core.step import Step, Update
 from dltta.data.case import Case
 from dltta.errors import DataError, SettingError
-from dltta.evaluation import Keep, gather_examples, run_stream
-from dltta.evaluation.run import StreamRecord
-from dltta.quality.guard import Ruling
+from dltta.evaluation.examples import Keep, gather_examples
+from dltta.evaluation.run import StreamRecord, run_stream
+from dltta.quality.decision import Decision, Outcome, Reason, of_batch
+from dltta.quality.guarded import GuardedStep
 
 
 @dataclass
@@ -28,27 +30,18 @@ class Site:
         return self.cases[index]
 
 
-@dataclass
-class Answer:
-    logits: Tensor
-    loss: float | None = 0.5
-    discrepancy: float | None = None
-    rate: float | None = 1e-3
-    ruling: Ruling | None = None
-
-
 class Echo:
-    """Answers with the image itself as logits, and remembers what it was shown."""
+    """Gives the image itself as logits, and remembers what it was shown."""
 
     def __init__(self) -> None:
         self.shown: list[tuple[int, str]] = []
 
-    def step(self, x: Tensor, *, case: str) -> Answer:
+    def step(self, x: Tensor, *, case: str) -> Step:
         self.shown.append((len(x), case))
-        return Answer(x, discrepancy=None if len(self.shown) == 1 else 0.25)
+        return Step(x, (Update(0.5, None if len(self.shown) == 1 else 0.25, 1e-3),))
 
 
-def picture(name: str, values: list[float], label: list[int] | None, spacing: tuple[float, ...] | None = None) -> Case:
+def image(name: str, values: list[float], label: list[int] | None, spacing: tuple[float, ...] | None = None) -> Case:
     image = tensor(values).reshape(1, 1, -1)
     return Case(name, "B", name, image, None if label is None else tensor(label).reshape(1, -1), spacing)
 
@@ -62,7 +55,7 @@ def patches(*cases: Case) -> Site:
 
 
 def test_cases_come_in_the_given_order_and_batches_with_a_smaller_last_one():
-    site = Site([picture(f"c{i}", [1.0, -1.0], [1, 0]) for i in range(5)])
+    site = Site([image(f"c{i}", [1.0, -1.0], [1, 0]) for i in range(5)])
     echo = Echo()
     record = run_stream(echo, site, [4, 0, 3, 1, 2], batch_size=2)
     assert [row.case for row in record.cases] == ["c4", "c0", "c3", "c1", "c2"]
@@ -70,7 +63,7 @@ def test_cases_come_in_the_given_order_and_batches_with_a_smaller_last_one():
 
 
 def test_one_channel_is_foreground_above_zero():
-    record = run_stream(Echo(), Site([picture("c", [0.1, 0.0, -0.1], [1, 0, 0])]), [0])
+    record = run_stream(Echo(), Site([image("c", [0.1, 0.0, -0.1], [1, 0, 0])]), [0])
     assert record.metrics["dice"] == 1
 
 
@@ -81,14 +74,14 @@ def test_channels_are_classes():
 
 
 def test_stream_is_the_mean_over_the_cases_that_define_a_metric():
-    empty = picture("empty", [-1.0, -1.0], [0, 0])
-    record = run_stream(Echo(), Site([picture("a", [1, 1], [1, 0]), picture("b", [1, -1], [1, 0]), empty]), range(3))
+    empty = image("empty", [-1.0, -1.0], [0, 0])
+    record = run_stream(Echo(), Site([image("a", [1, 1], [1, 0]), image("b", [1, -1], [1, 0]), empty]), range(3))
     assert record.metrics["dice"] == pytest.approx((2 / 3 + 1) / 2)
     assert math.isnan(record.cases[2].metrics["dice"])
 
 
 def test_row_records_what_happened_in_its_batch():
-    site = Site([picture(name, [1.0], [1]) for name in "abc"])
+    site = Site([image(name, [1.0], [1]) for name in "abc"])
     rows = run_stream(Echo(), site, range(3), batch_size=2).cases
     assert [row.discrepancy for row in rows] == [None, None, 0.25]
     assert [(row.loss, row.rate, row.site) for row in rows] == [(0.5, 1e-3, "B")] * 3
@@ -97,46 +90,46 @@ def test_row_records_what_happened_in_its_batch():
 def test_time_of_a_batch_is_shared_by_its_cases(monkeypatch):
     clock = iter([10.0, 16.0, 20.0, 21.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    site = Site([picture(name, [1.0], [1]) for name in "abc"])
+    site = Site([image(name, [1.0], [1]) for name in "abc"])
     assert [row.seconds for row in run_stream(Echo(), site, range(3), batch_size=2).cases] == [3.0, 3.0, 1.0]
 
 
 def test_number_that_is_not_finite_is_not_recorded():
     class Diverged(Echo):
-        def step(self, x: Tensor, *, case: str) -> Answer:
-            return Answer(x, loss=math.inf, rate=math.nan)
+        def step(self, x: Tensor, *, case: str) -> Step:
+            return Step(x, (Update(math.inf, None, math.nan),))
 
-    row = run_stream(Diverged(), Site([picture("a", [1.0], [1])]), [0]).cases[0]
+    row = run_stream(Diverged(), Site([image("a", [1.0], [1])]), [0]).cases[0]
     assert (row.loss, row.rate) == (None, None)
 
 
 def test_what_the_guard_decided_is_recorded_for_each_case():
     class Guarded(Echo):
-        def step(self, x: Tensor, *, case: str) -> Answer:
-            return Answer(x, ruling=Ruling("accepted", apart={1: Ruling("skipped", "too strange")}))
+        def step(self, x: Tensor, *, case: str) -> GuardedStep:
+            accepted = Decision(Outcome.ACCEPTED)
+            far = Decision(Outcome.KEPT, Reason.OOD_SCORE, "OOD score 9, limit 3")
+            return GuardedStep(x, (), of_batch([accepted, far, accepted]))
 
-    site = Site([picture(name, [1.0], [1]) for name in "abc"])
-    assert [row.guard for row in run_stream(Guarded(), site, range(3), batch_size=3).cases] == [
-        "accepted",
-        "skipped",
-        "accepted",
-    ]
-    assert run_stream(Echo(), site, range(3)).cases[0].guard is None
+    site = Site([image(name, [1.0], [1]) for name in "abc"])
+    found = run_stream(Guarded(), site, range(3), batch_size=3).cases
+    assert [row.decision for row in found] == ["accepted", "kept", "accepted"]
+    assert [row.reason for row in found] == [None, "ood-score", None]
+    assert run_stream(Echo(), site, range(3)).cases[0].decision is None
 
 
 def test_unlabeled_case_gets_a_row_without_metrics():
-    record = run_stream(Echo(), Site([picture("a", [1.0], None), picture("b", [1.0], [1])]), [0, 1])
+    record = run_stream(Echo(), Site([image("a", [1.0], None), image("b", [1.0], [1])]), [0, 1])
     assert record.cases[0].metrics == {}
     assert record.metrics["dice"] == 1
 
 
 def test_stream_without_labels_has_no_metrics():
-    assert run_stream(Echo(), Site([picture("a", [1.0], None)]), [0]).metrics == {}
+    assert run_stream(Echo(), Site([image("a", [1.0], None)]), [0]).metrics == {}
     assert run_stream(Echo(), patches(patch("a", [1.0, 2.0], None)), [0]).metrics == {}
 
 
 def test_undefined_distances_are_counted():
-    record = run_stream(Echo(), Site([picture("missed", [-1.0], [1]), picture("invented", [1.0], [0])]), [0, 1])
+    record = run_stream(Echo(), Site([image("missed", [-1.0], [1]), image("invented", [1.0], [0])]), [0, 1])
     assert record.undefined == 2
     assert record.metrics["dice"] == 0
     assert math.isnan(record.metrics["hd95"])
@@ -146,7 +139,7 @@ def test_undefined_distances_are_counted():
     ("first", "second", "unit"), [((1.0, 2.0), (1.0, 1.0), "mm"), (None, None, "px"), ((1.0, 1.0), None, "mixed")]
 )
 def test_unit_of_a_stream(first, second, unit):
-    site = Site([picture("a", [1.0], [1], first), picture("b", [1.0], [1], second)])
+    site = Site([image("a", [1.0], [1], first), image("b", [1.0], [1], second)])
     assert run_stream(Echo(), site, [0, 1]).unit == unit
 
 
@@ -169,7 +162,7 @@ def test_one_output_is_the_probability_of_the_last_class():
     assert row.probabilities == pytest.approx((0.25, 0.75))
 
 
-def test_confident_answers_keep_their_order():
+def test_confident_predictions_keep_their_order():
     # In float32 both would be exactly 1 and the AUC one half.
     site = patches(patch("a", [0.0, 30.0], 1), patch("b", [0.0, 25.0], 0))
     assert run_stream(Echo(), site, [0, 1]).metrics["auc"] == 1
@@ -177,17 +170,17 @@ def test_confident_answers_keep_their_order():
 
 def test_labels_never_reach_the_adapter():
     class Nosy(Echo):
-        def step(self, x: Tensor, *, case: str) -> Answer:
+        def step(self, x: Tensor, *, case: str) -> Step:
             assert isinstance(x, Tensor)
             assert isinstance(case, str)
             return super().step(x, case=case)
 
-    run_stream(Nosy(), Site([picture("a", [1.0], [1])]), [0])
+    run_stream(Nosy(), Site([image("a", [1.0], [1])]), [0])
 
 
 def test_progress_counts_cases():
     seen: list[tuple[int, int]] = []
-    site = Site([picture(name, [1.0], [1]) for name in "abc"])
+    site = Site([image(name, [1.0], [1]) for name in "abc"])
     run_stream(Echo(), site, range(3), batch_size=2, progress=lambda done, total: seen.append((done, total)))
     assert seen == [(2, 3), (3, 3)]
 
@@ -196,13 +189,13 @@ def test_progress_counts_cases():
     ("site", "message"),
     [
         (
-            Site([picture("a", [1.0], [1]), picture("b", [1.0, 2.0], [1, 0])]),
+            Site([image("a", [1.0], [1]), image("b", [1.0, 2.0], [1, 0])]),
             "differ in shape: .* in a, b; use batch_size=1",
         ),
-        (Site([picture("a", [1.0], [2])]), "case a: the label holds values from 2"),
+        (Site([image("a", [1.0], [2])]), "case a: the label holds values from 2"),
         (
-            Site([picture("a", [1.0], [1])], ("background", "x", "y")),
-            "answers with 2 classes, B has 3: background, x",
+            Site([image("a", [1.0], [1])], ("background", "x", "y")),
+            "predicts 2 classes, B has 3: background, x",
         ),
         (patches(patch("a", [1.0, 2.0], 5)), "case a: the label is 5; with 2 classes"),
     ],
@@ -221,8 +214,8 @@ def test_empty_stream_is_an_empty_record():
     assert run_stream(Echo(), Site([]), []) == StreamRecord("B", "segmentation", {}, ())
 
 
-def test_kept_answers_become_examples():
-    site = Site([picture("a", [1.0, -1.0], [1, 0]), picture("b", [1.0, 1.0], [1, 0])])
+def test_kept_predictions_become_examples():
+    site = Site([image("a", [1.0, -1.0], [1, 0]), image("b", [1.0, 1.0], [1, 0])])
     before, after = Keep(["b"]), Keep(["b"])
     run_stream(Echo(), site, [0, 1], collect=before)
     run_stream(Echo(), site, [1, 0], batch_size=2, collect=after)

@@ -8,20 +8,18 @@ from rich.console import Console
 from small_results import one_target, results, stream
 
 from dltta.errors import SettingError
-from dltta.evaluation import (
-    CaseRecord,
-    Results,
-    Stream,
-    StreamRecord,
+from dltta.evaluation.formats import csv_text, latex, markdown, rich_table
+from dltta.evaluation.results import Results, StreamResult
+from dltta.evaluation.run import CaseRecord, StreamRecord
+from dltta.evaluation.tables import (
+    DecisionRow,
     by_metric,
     by_target,
-    csv_text,
-    latex,
-    markdown,
+    count_decisions,
     method_label,
-    rich_table,
+    metric_title,
+    metric_word,
 )
-from dltta.evaluation.tables import metric_title, metric_word
 
 MARKDOWN = """\
 | Method | Dice ↑ | HD95 (px) ↓ | Made worse |
@@ -133,24 +131,37 @@ def test_distances_left_out_are_told():
     assert table.notes[-1] == "Surface distances left out because a structure was missed or invented: Tent 16."
 
 
-def test_what_the_guard_decided_is_told_from_harmless_to_grave():
+def guarded() -> StreamResult:
+    """Tent's eight cases with decisions of the guard."""
     base = one_target().streams[2]
-    verdicts = ["source", "accepted", "accepted", "skipped"] * (len(base.cases) // 4)
-    guarded = replace(
-        base, cases=tuple(replace(case, guard=word) for case, word in zip(base.cases, verdicts, strict=True))
-    )
-    told = "What the guard decided: Tent: 50% accepted, 25% skipped, 25% source."
-    assert told in by_target(results(one_target().streams[1], guarded)).notes
+    decided = [("source", "constant-image"), ("kept", "drift"), *[("kept", "ood-score")] * 2, *[("accepted", None)] * 4]
+    cases = [replace(case, decision=d, reason=r) for case, (d, r) in zip(base.cases, decided, strict=True)]
+    return replace(base, cases=tuple(cases))
+
+
+def test_decisions_of_the_guard_are_counted_from_harmless_to_severe():
+    told = "Decisions of the guard: Tent: 50% accepted, 38% kept, 12% source."
+    assert told in by_target(results(one_target().streams[1], guarded())).notes
     assert "guard" not in " ".join(by_target(one_target()).notes)
 
 
-def classified(method: str, rate: str, verdicts: list[int], seed: int = 0) -> Stream:
+def test_decisions_are_counted_by_reason_the_most_frequent_first():
+    assert count_decisions(results(guarded()), [("A", "B")]) == (
+        DecisionRow("Tent", "accepted", None, 4),
+        DecisionRow("Tent", "kept", "ood-score", 2),
+        DecisionRow("Tent", "kept", "drift", 1),
+        DecisionRow("Tent", "source", "constant-image", 1),
+    )
+    assert count_decisions(results(guarded()), []) == ()
+
+
+def classified(method: str, rate: str, right: list[int], seed: int = 0) -> StreamResult:
     rows = tuple(
         CaseRecord(f"p{i}", "B", {"accuracy": float(v)}, 0.1, label=1, prediction=v, probabilities=(1.0 - v, float(v)))
-        for i, v in enumerate(verdicts)
+        for i, v in enumerate(right)
     )
-    metrics = {"accuracy": sum(verdicts) / len(verdicts), "auc": math.nan}
-    return Stream.of(
+    metrics = {"accuracy": sum(right) / len(right), "auc": math.nan}
+    return StreamResult.of(
         StreamRecord("B", "classification", metrics, rows), source="A", method=method, rate=rate, seed=seed
     )
 
@@ -177,7 +188,7 @@ def test_cases_made_worse_are_counted_by_accuracy_when_the_metric_has_no_case():
 def test_results_without_labels_have_no_table_of_metrics():
     unlabeled = StreamRecord("B", "segmentation", {}, (CaseRecord("a", "B", {}, 0.1),))
     with pytest.raises(SettingError, match="no case of A → B was scored"):
-        by_metric(results(Stream.of(unlabeled, source="A", method="source", rate="none", seed=0)))
+        by_metric(results(StreamResult.of(unlabeled, source="A", method="source", rate="none", seed=0)))
 
 
 def test_rate_that_harms_significantly_is_marked():
@@ -186,7 +197,7 @@ def test_rate_that_harms_significantly_is_marked():
     assert [row.label for row in table.rows] == ["Tent", "Tent + exponential"]
     cell = table.rows[1].cells[0]
     assert cell is not None
-    assert cell.verdict == "worse"
+    assert cell.significance == "worse"
 
 
 def test_names_cannot_leave_their_cell():

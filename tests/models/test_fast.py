@@ -1,4 +1,4 @@
-"""The fast way of computing a network gives the same answers, on every kind of network, and keeps to itself."""
+"""The fast way of computing a network gives the same predictions, on every kind of network, and keeps to itself."""
 
 import copy
 
@@ -42,7 +42,7 @@ NETWORKS = {
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_stream_is_answered_as_in_the_given_layout(name):
+def test_a_stream_is_predicted_as_in_the_given_layout(name):
     make, shape = NETWORKS[name]
     torch.manual_seed(0)
     model = make().eval()
@@ -59,7 +59,7 @@ def test_a_stream_is_answered_as_in_the_given_layout(name):
 
 
 @pytest.mark.parametrize("objective", [Source(), PTBN()])
-def test_methods_without_a_loss_answer_alike(objective):
+def test_methods_without_a_loss_predict_alike(objective):
     model = trained(networks.Segmenter())
     x = stream((2, 1, 8, 8), 1)[0]
     one, other = (Adapter(model, objective, layout=layout)(x) for layout in ("given", "auto"))
@@ -84,9 +84,9 @@ def test_weights_lie_channels_last_where_that_is_faster_and_only_in_the_copy(nam
 def test_activations_follow_from_the_first_layer_of_a_single_channel_image():
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
     speed_up(model)
-    answer = model(torch.rand(1, 1, 8, 8))
-    assert answer.is_contiguous(memory_format=torch.channels_last)
-    assert not answer.is_contiguous()
+    output = model(torch.rand(1, 1, 8, 8))
+    assert output.is_contiguous(memory_format=torch.channels_last)
+    assert not output.is_contiguous()
 
 
 def test_the_default_feature_layer_is_the_same():
@@ -116,9 +116,9 @@ def test_instance_normalization_and_its_gradient_by_any_kernel(shape, affine, la
         x = x.contiguous(memory_format={2: torch.channels_last, 3: torch.channels_last_3d}[axes])
     x.requires_grad_()
     weights = torch.randn(shape)
-    answer, expected = model[1](x), slow(x)
-    torch.testing.assert_close(answer, expected)
-    ours = torch.autograd.grad((weights * answer).sum(), [x, *model[1].parameters()])
+    output, expected = model[1](x), slow(x)
+    torch.testing.assert_close(output, expected)
+    ours = torch.autograd.grad((weights * output).sum(), [x, *model[1].parameters()])
     theirs = torch.autograd.grad((weights * expected).sum(), [x, *slow.parameters()])
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
@@ -158,11 +158,20 @@ def test_hooks_of_the_caller_survive():
     assert len(seen) == 2
 
 
-def test_group_normalization_whose_input_needs_no_gradient_does_not_crash():
+def test_group_normalization_whose_input_needs_no_gradient_is_adapted_as_by_hand():
     """Torch's channels-last kernel ends the process there."""
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(4, 4), nn.Conv2d(4, 2, 1))
     for x in stream((2, 1, 8, 8), 3):
-        Adapter(model, Tent(), Fixed(0.1)).step(x)
+        by_hand = copy.deepcopy(model)
+        p = by_hand(x).softmax(1)
+        weight, bias = by_hand[1].weight, by_hand[1].bias
+        slopes = torch.autograd.grad(-(p * p.log()).sum(1).mean(), [weight, bias])
+        with torch.no_grad():
+            weight -= 0.1 * slopes[0]
+            bias -= 0.1 * slopes[1]
+        step = Adapter(model, Tent(), Fixed(0.1)).step(x)
+        torch.testing.assert_close(step.logits, by_hand(x).detach(), atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(step.logits, model(x), atol=1e-5)
 
 
 def test_what_an_objective_brings_along_is_sped_up_too():
@@ -211,12 +220,12 @@ def test_an_unknown_layout_is_refused():
         Adapter(networks.Segmenter(), Tent(), Fixed(0.1), layout="nhwc")
 
 
-def test_activations_in_place_change_neither_answer_nor_gradient_of_the_paper_unet():
+def test_activations_in_place_change_neither_output_nor_gradient_of_the_paper_unet():
     outcomes = []
     for make in (unet, lambda *shape, width: nets.BasicUNet(*shape, FEATURES, act="relu", norm="batch")):
         torch.manual_seed(0)
         model = make(2, 1, 3, width=4).train()
-        answer = model(torch.linspace(-1, 1, 2 * 32 * 32).view(2, 1, 32, 32))
-        answer.square().mean().backward()
-        outcomes.append([answer, *(parameter.grad for parameter in model.parameters())])
+        output = model(torch.linspace(-1, 1, 2 * 32 * 32).view(2, 1, 32, 32))
+        output.square().mean().backward()
+        outcomes.append([output, *(parameter.grad for parameter in model.parameters())])
     assert all(map(torch.equal, *outcomes))

@@ -3,7 +3,7 @@ from monai.networks.nets import BasicUNet
 from torch import nn
 
 from dltta.core.memory import MemoryBank
-from dltta.models.inspection import look, statistics_changed
+from dltta.models.inspection import statistics_changed, summarize
 from dltta.models.normalization import use_test_statistics
 from dltta.models.predictions import probabilities
 from networks import Classifier, Segmenter
@@ -11,7 +11,7 @@ from networks import Classifier, Segmenter
 
 def test_layers_with_shapes_and_parameters():
     """Counted by hand: a 3x3 convolution of 1 to 4 channels has 36 weights and 4 biases."""
-    seen = look(Segmenter(classes=3).eval(), torch.rand(1, 1, 16, 16))
+    seen = summarize(Segmenter(classes=3).eval(), torch.rand(1, 1, 16, 16))
     found = {layer.name: (layer.kind, layer.output, layer.parameters) for layer in seen.layers}
     assert found["encoder.0"] == ("Conv2d", (4, 16, 16), 40)
     assert found["encoder.1"] == ("BatchNorm2d", (4, 16, 16), 8)
@@ -24,7 +24,7 @@ def test_layers_with_shapes_and_parameters():
 
 def test_the_feature_layer_and_what_a_memory_of_it_takes():
     model, x = Segmenter(classes=3).eval(), torch.rand(1, 1, 16, 16)
-    seen = look(model, x)
+    seen = summarize(model, x)
     assert (seen.feature_layer, seen.key) == ("bottleneck", (6, 8, 8))
     bank = MemoryBank(capacity=20, neighbors=1)
     with torch.no_grad():
@@ -34,12 +34,12 @@ def test_the_feature_layer_and_what_a_memory_of_it_takes():
 
 
 def test_a_sigmoid_channel_is_remembered_as_two():
-    seen = look(Segmenter(classes=1).eval(), torch.rand(1, 1, 16, 16))
+    seen = summarize(Segmenter(classes=1).eval(), torch.rand(1, 1, 16, 16))
     assert seen.bytes_per_image == 4 * (6 * 8 * 8 + 2 * 16 * 16)
 
 
 def test_half_precision_keeps_probabilities_wide():
-    seen = look(Classifier(kind="group").eval().bfloat16(), torch.rand(1, 1, 16, 16).bfloat16())
+    seen = summarize(Classifier(kind="group").eval().bfloat16(), torch.rand(1, 1, 16, 16).bfloat16())
     assert seen.bytes_per_image == 2 * 4 + 4 * 3  # the key is (4,)
 
 
@@ -53,7 +53,7 @@ def test_normalization_by_kind():
         nn.BatchNorm2d(4, track_running_stats=False),
         nn.Conv2d(4, 2, 1),
     ).eval()
-    found = look(model, torch.rand(1, 1, 8, 8)).normalization
+    found = summarize(model, torch.rand(1, 1, 8, 8)).normalization
     assert [(each.kind, each.layers, each.affine, each.stored) for each in found] == [
         ("BatchNorm2d", 3, 2, 2),
         ("GroupNorm", 1, 1, 0),
@@ -66,7 +66,7 @@ def test_long_runs_of_one_build_are_shown_once():
         return nn.Sequential(nn.Conv2d(4, width, 1), nn.ReLU(), nn.Conv2d(width, 4, 1))
 
     model = nn.Sequential(nn.Conv2d(1, 4, 1), *(block(width) for width in (2, 3, 4, 5, 6)), nn.Conv2d(4, 2, 1)).eval()
-    layers = look(model, torch.rand(1, 1, 8, 8)).layers
+    layers = summarize(model, torch.rand(1, 1, 8, 8)).layers
     assert [layer.name for layer in layers] == ["0", "1.0", "1.1", "1.2", "2 … 5", "6"]
     run = layers[4]
     assert (run.kind, run.repeats, run.output) == ("Sequential", 4, (4, 8, 8))
@@ -75,14 +75,14 @@ def test_long_runs_of_one_build_are_shown_once():
 
 
 def test_the_four_levels_of_a_unet_are_all_shown():
-    layers = look(BasicUNet(2, 1, 2, features=(2,) * 6).eval(), torch.rand(1, 1, 32, 32)).layers
+    layers = summarize(BasicUNet(2, 1, 2, features=(2,) * 6).eval(), torch.rand(1, 1, 32, 32)).layers
     assert not any(layer.repeats for layer in layers)
 
 
 def test_looking_leaves_no_hook_and_no_change():
     model = Segmenter().eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    look(model, torch.rand(1, 1, 16, 16))
+    summarize(model, torch.rand(1, 1, 16, 16))
     assert all(not layer._forward_hooks for layer in model.modules())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 

@@ -25,13 +25,13 @@ def test_stored_statistics_stay_unused_and_unchanged(training):
     use_test_statistics(model)
     model.train(training)
     x = stream((2, 1, 8, 8), 1)[0]
-    answer = model(x)
+    logits = model(x)
     after = model.state_dict()
     assert list(after) == list(before)
     assert all(torch.equal(before[name], after[name]) for name in before)
     for buffer in model.buffers():
         buffer.zero_() if buffer.is_floating_point() else None
-    assert torch.equal(model(x), answer)
+    assert torch.equal(model(x), logits)
 
 
 def test_scale_and_shift_are_the_same_parameters():

@@ -40,13 +40,13 @@ def test_saturated_logits_have_zero_entropy_and_a_finite_gradient():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "answer"),
+    ("dtype", "expected"),
     [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
 )
-def test_narrow_types_are_widened_and_wide_ones_kept(dtype, answer):
+def test_narrow_types_are_widened_and_wide_ones_kept(dtype, expected):
     logits = torch.zeros(1, 2, dtype=dtype)
-    assert probabilities(logits).dtype == answer
-    assert entropy(logits).dtype == answer
+    assert probabilities(logits).dtype == expected
+    assert entropy(logits).dtype == expected
 
 
 def slow_entropy(logits):

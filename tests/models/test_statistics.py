@@ -137,12 +137,12 @@ def test_running_statistics_remember_the_stream_and_return_with_reset():
     before = copy.deepcopy(model.state_dict())
     adapter = Adapter(model, PTBN(Running(0.5)))
     first, second = stream((1, 1, 8, 8), 2)
-    answer = adapter(second)
+    logits = adapter(second)
     adapter.reset()
     adapter(first)
-    assert not torch.equal(adapter(second), answer)
+    assert not torch.equal(adapter(second), logits)
     adapter.reset()
-    assert torch.equal(adapter(second), answer)
+    assert torch.equal(adapter(second), logits)
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
 
 

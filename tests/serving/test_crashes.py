@@ -1,4 +1,4 @@
-"""Killed at any moment, resumed: the same answers, the same log and the same state as if nothing had happened."""
+"""Killed at any moment, resumed: the same predictions, the same log and the same state as if nothing had happened."""
 
 import os
 import random
@@ -7,18 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from PIL import Image as Pillow
 
 from dltta.data.inbox import find_incoming
-from dltta.models.io.checkpoint import Checkpoint, Preprocessing, save_checkpoint
-from dltta.models.nets.architecture import Architecture
 from dltta.serving.maintenance import roll_back, verify
-from networks import trained
-from streams import SEGMENTS, child, classifier, left, lines, pictures, run, segmenter, start
+from streams import child, classifier, left, lines, pictures, run, save_model, segmenter, start
 
 DEAD = 77
 
@@ -32,7 +28,7 @@ MORE = (*OPERATIONS, "unlink", "mkdir")
 def count_to(deadly, among=OPERATIONS):
     """Make this process end before its n-th operation on a file; lines of the log that are the n-th get half written.
 
-    Answers how many operations there were. Nothing can end a process in the middle of the few bytes of the anchor.
+    The iterator counts the operations. Nothing can end a process in the middle of the few bytes of the anchor.
     """
     count = iter(range(10**9))
 
@@ -86,7 +82,7 @@ def images(tmp_path):
     """Three images, a copy of one of them, and one that cannot be read."""
     folder = pictures(tmp_path / "in", 3)
     shutil.copy(folder / "case_0.png", folder / "case_1_copy.png")
-    (folder / "case_1_broken.png").write_bytes(b"no picture")
+    (folder / "case_1_broken.png").write_bytes(b"no image")
     return folder
 
 
@@ -115,8 +111,8 @@ def test_a_stream_that_dies_before_any_operation_goes_on(images, tmp_path, kind,
         assert left(output) == expected, f"killed before operation {at} of {total}"
         assert verify(output) == []
         shutil.rmtree(output)
-    answered = [line["case"] for line in lines(tmp_path / "whole") if "answer" in line]
-    assert sorted(answered) == ["case_0", "case_1", "case_1_copy", "case_2"][: 4 - fewer]
+    predicted = [line["case"] for line in lines(tmp_path / "whole") if "prediction" in line]
+    assert sorted(predicted) == ["case_0", "case_1", "case_1_copy", "case_2"][: 4 - fewer]
 
 
 def test_a_resumed_stream_may_die_again(images, tmp_path):
@@ -172,11 +168,7 @@ def lines_that_count(output):
 
 @pytest.fixture
 def model(tmp_path):
-    architecture = Architecture("unet", 2, 1, 3, {"width": 4})
-    preprocessing = Preprocessing("scale", 255.0, (32, 32))
-    checkpoint = Checkpoint(trained(architecture.build(seed=3)), architecture, "segmentation", SEGMENTS, preprocessing)
-    save_checkpoint(tmp_path / "model", replace(checkpoint, record={"epoch": 1}))
-    return tmp_path / "model"
+    return save_model(tmp_path / "model")
 
 
 def command(model, images, output, *more):
@@ -236,7 +228,7 @@ def test_kill_9_of_many_runs(model, tmp_path):
     """60 kills of processes of their own, in the midst of streams of twenty images."""
     images = pictures(tmp_path / "many", 20, size=(40, 48))
     Pillow.fromarray(np.zeros((9, 9), dtype=np.uint8)).save(images / "constant.png")
-    (images / "broken.png").write_bytes(b"no picture")
+    (images / "broken.png").write_bytes(b"no image")
     shutil.copy(images / "case_3.png", images / "copy.png")
     python = [sys.executable, "-c", "import sys; from dltta import cli; cli.main()"]
 

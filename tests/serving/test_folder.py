@@ -1,11 +1,11 @@
-"""A stream of files: every case answered once, from the right state, whatever happens in between."""
+"""A stream of files: every case predicted once, from the right state, whatever happens in between."""
 
+import concurrent.futures
 import errno
 import hashlib
 import os
 import shutil
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,13 +15,15 @@ import torch
 from PIL import Image as Pillow
 
 import streams
-from dltta import Adapter
 from dltta.data.inbox import find_incoming, read_incoming
 from dltta.errors import DataError, InputError, NonFiniteError, SettingError, StateError
 from dltta.models.io.opened import Window
 from dltta.models.predictions import probabilities
 from dltta.objectives import Source
-from dltta.serving.folder import Stream, StreamSettings
+from dltta.predictor import Predictor
+from dltta.recipes import Recipe, paper
+from dltta.serving.folder import Stream
+from dltta.serving.settings import Deployment, OnError, StreamSettings
 from dltta.serving.state import StateFolder
 from networks import Segmenter, trained
 from streams import child, classifier, left, lines, pictures, run, segmenter, told
@@ -32,7 +34,7 @@ def mask(path):
         return np.asarray(image)
 
 
-def picture(path, values):
+def grey_image(path, values):
     Pillow.fromarray(np.asarray(values, dtype=np.uint8)).save(path)
 
 
@@ -49,26 +51,27 @@ def output(tmp_path):
     return tmp_path / "out"
 
 
-class TestAnswers:
+class TestPredictions:
     def test_a_stream_is_the_adapter_step_by_step(self, images, output):
         """The same numbers as the adapter alone, image after image."""
         opened = segmenter()
-        assert run(opened, images, output).answered == 6
+        assert run(opened, images, output).predicted == 6
         with Stream(opened, output.with_name("other"), streams.settings()) as stream:
             adapter = stream.adapter
         for line in lines(output)[1:]:
             x = torch.from_numpy(mask(images / f"{line['case']}.png").astype(np.float32))[None, None] / 255
             step = adapter.step(x)
             assert (line["loss"], line["discrepancy"], line["rate"]) == (step.loss, step.discrepancy, step.rate)
-            assert line["guard"] == step.ruling.verdict
-            assert np.array_equal(mask(output / line["answer"]), step.logits[0].argmax(0).numpy())
+            assert line["decision"] == step.decision.outcome
+            assert np.array_equal(mask(output / line["prediction"]), step.logits[0].argmax(0).numpy())
         assert [line["state"] for line in lines(output)] == list(range(7))
         assert line["discrepancy"] > 0
 
     def test_lines_tell_what_happened(self, images, output):
         run(segmenter(), images, output)
         begun, first = lines(output)[:2]
-        assert (begun["event"], begun["method"], begun["adaptation"]["alpha"]) == ("start", "tent", 0.05)
+        assert (begun["event"], begun["schema"]) == ("start", 2)
+        assert (begun["recipe"]["method"], begun["recipe"]["alpha"]) == ("tent", 0.05)
         assert first["case"] == "case_0"
         assert first["input"] == hashlib.sha256((images / "case_0.png").read_bytes()).hexdigest()
         assert first["sha256"] == hashlib.sha256((output / "case_0.png").read_bytes()).hexdigest()
@@ -76,7 +79,7 @@ class TestAnswers:
         assert first["state_sha256"] == hashlib.sha256(version.read_bytes()).hexdigest()
         assert 0 < first["seconds"] < 60
 
-    def test_frozen_answers_are_the_plain_networks(self, images, output):
+    def test_frozen_predictions_are_the_source_models(self, images, output):
         opened = segmenter()
         run(opened, images, output, mode="frozen", save_probabilities=True)
         for case in find_incoming(images):
@@ -88,7 +91,7 @@ class TestAnswers:
             assert np.array_equal(mask(output / f"{case.name}.png"), expected.argmax(0))
 
     @pytest.mark.parametrize("opened", [segmenter(), segmenter(window=Window((4, 4), 0.5))], ids=["whole", "windows"])
-    def test_in_the_shadow_the_trained_network_answers(self, images, output, opened):
+    def test_in_the_shadow_the_source_model_predicts(self, images, output, opened):
         """Bit for bit as a frozen one, while the log shows what adaptation would have changed."""
         frozen = output.with_name("frozen")
         run(opened, images, output, mode="shadow", save_probabilities=True)
@@ -100,11 +103,11 @@ class TestAnswers:
                 assert (output / name).read_bytes() == (frozen / name).read_bytes()
         for line, adapted in zip(lines(output)[1:], lines(continual)[1:], strict=True):
             assert (line["rate"], line["discrepancy"]) == (adapted["rate"], adapted["discrepancy"])
-            changed = np.mean(mask(frozen / line["answer"]) != mask(continual / line["answer"]))
-            assert line["changed"] == pytest.approx(changed)
-        assert any(line["changed"] > 0 for line in lines(output)[1:])
+            changed = np.mean(mask(frozen / line["prediction"]) != mask(continual / line["prediction"]))
+            assert line["change"] == pytest.approx(changed)
+        assert any(line["change"] > 0 for line in lines(output)[1:])
 
-    def test_image_specific_answers_do_not_depend_on_what_came_before(self, images, output):
+    def test_image_specific_predictions_do_not_depend_on_what_came_before(self, images, output):
         run(segmenter(), images, output, mode="image-specific", rate="fixed", save_probabilities=True)
         for case in find_incoming(images):
             alone = output.with_name(f"alone_{case.name}")
@@ -112,20 +115,18 @@ class TestAnswers:
             name = f"{case.name}_probabilities.npz"
             assert (alone / name).read_bytes() == (output / name).read_bytes()
 
-    def test_windows_are_adapted_to_and_the_whole_is_answered_last(self, images, output):
-        """By hand: two steps, then both windows with the network that they left."""
+    def test_windows_are_blended_as_each_step_gave_them(self, images, output):
+        """By hand: two steps, each window as its own step predicts it."""
         opened = segmenter(window=Window((8, 6), 0.0))
         run(opened, find_incoming(images)[:1], output, save_probabilities=True)
         with Stream(opened, output.with_name("other"), streams.settings()) as stream:
             adapter = stream.adapter
         x = torch.from_numpy(mask(images / "case_0.png").astype(np.float32))[None, None] / 255
-        adapter.step(x[..., :6])
-        adapter.step(x[..., 6:])
-        expected = torch.cat([adapter.answer(x[..., :6]), adapter.answer(x[..., 6:])], dim=-1)
+        expected = torch.cat([adapter.step(x[..., :6]).logits, adapter.step(x[..., 6:]).logits], dim=-1)
         found = np.load(output / "case_0_probabilities.npz")["probabilities"]
         np.testing.assert_allclose(found, probabilities(expected)[0], atol=1e-6)
 
-    def test_windows_of_an_image_specific_stream_answer_for_themselves(self, images, output):
+    def test_windows_of_an_image_specific_stream_are_independent(self, images, output):
         opened = segmenter(window=Window((8, 6), 0.0))
         case = find_incoming(images)[:1]
         run(opened, case, output, mode="image-specific", rate="fixed", guard=False, save_probabilities=True)
@@ -133,19 +134,29 @@ class TestAnswers:
         for part in (slice(0, 6), slice(6, 12)):
             folder = output.with_name(f"in_{part.start}")
             folder.mkdir()
-            picture(folder / "half.png", mask(images / "case_0.png")[:, part])
+            grey_image(folder / "half.png", mask(images / "case_0.png")[:, part])
             there = output.with_name(f"out_{part.start}")
             run(segmenter(), folder, there, mode="image-specific", rate="fixed", guard=False, save_probabilities=True)
             halves.append(np.load(there / "half_probabilities.npz")["probabilities"])
         found = np.load(output / "case_0_probabilities.npz")["probabilities"]
         np.testing.assert_allclose(found, np.concatenate(halves, axis=-1), atol=1e-6)
 
-    def test_images_of_different_sizes_share_a_stream(self, images, output):
-        picture(images / "case_9.png", np.arange(160).reshape(10, 16))
-        assert run(segmenter(), images, output).answered == 7
+    def test_images_of_different_sizes_share_a_recommended_stream(self, images, output):
+        grey_image(images / "case_9.png", np.arange(160).reshape(10, 16))
+        with Stream(segmenter(), output) as stream:
+            assert stream.run(find_incoming(images)).predicted == 7
         assert mask(output / "case_9.png").shape == (10, 16)
 
-    def test_a_threshold_of_the_network_holds_for_its_answers(self, images, output):
+    def test_a_second_size_needs_a_pooled_memory_and_the_error_says_so(self, images, output):
+        grey_image(images / "case_9.png", np.arange(160).reshape(10, 16))
+        with (
+            Stream(segmenter(), output, StreamSettings(paper())) as stream,
+            pytest.raises(InputError, match=r"case_9: .* different size need .*--pool 8"),
+        ):
+            stream.run(find_incoming(images))
+        assert run(segmenter(), images, output.with_name("pooled"), pool=8).predicted == 7
+
+    def test_a_threshold_of_the_network_holds_for_its_predictions(self, images, output):
         model = trained(Segmenter(classes=1))
         parts = {"model": model, "classes": ("no", "yes"), "activation": "sigmoid"}
         for threshold in (0.3, 0.9):
@@ -184,10 +195,11 @@ class TestClassification:
         assert [(line["state"], line["of"]) for line in found] == [(1, 4)] * 4 + [(2, 2)] * 2
         assert len({line["loss"] for line in found[:4]}) == 1
 
-    def test_the_memory_holds_as_many_pairs_whatever_the_batch(self, images, output):
-        for size, kept in ((1, 800), (4, 800), (200, 800), (300, 900)):
-            stream = Stream(classifier(), output, streams.settings(batch_size=size, batches_kept=None))
-            assert stream.adapter.memory.capacity == kept
+    def test_the_memory_holds_the_batches_that_the_recipe_says(self, output):
+        """Four batches, as in the paper, and never fewer pairs than its twelve neighbors."""
+        for size, pairs in ((1, 12), (4, 16), (200, 800), (300, 1200)):
+            stream = Stream(classifier(), output, StreamSettings(Recipe(batch_size=size)))
+            assert stream.adapter.memory.capacity == pairs
 
     def test_the_same_image_twice_in_a_batch_is_learned_from_once(self, images, output, tmp_path):
         alone = tmp_path / "alone"
@@ -195,23 +207,23 @@ class TestClassification:
         shutil.copy(images / "case_1.png", images / "case_1b.png")
         shutil.copy(images / "case_1.png", images / "copy.png")
         summary = run(classifier(), images, output, batch_size=6)
-        assert (summary.answered, summary.repeated) == (6, 2)
+        assert (summary.predicted, summary.repeated) == (6, 2)
         assert told(output)[:7] == told(alone)
         assert [line["repeats"] for line in lines(output)[7:]] == ["case_1", "case_1"]
         rows = {row[0]: row[1:] for row in self.table(output)}
         assert rows["case_1.png"] == rows["case_1b.png"] == rows["copy.png"]
 
     def test_a_batch_is_images_of_one_shape(self, images, output):
-        picture(images / "case_2.png", np.arange(100).reshape(10, 10))
-        assert run(classifier(), images, output, batch_size=4).answered == 6
+        grey_image(images / "case_2.png", np.arange(100).reshape(10, 10))
+        assert run(classifier(), images, output, batch_size=4).predicted == 6
         assert [line["of"] for line in lines(output)] == [1, 2, 2, 1, 3, 3, 3]
 
     def test_a_case_that_fails_in_a_batch_fails_alone(self, images, output, tmp_path):
-        """The others are answered as if it had never been there."""
+        """The others are predicted as if it had never been there."""
         opened = classifier(prepare=spoiled(torch.nan))
-        picture(images / "case_3b.png", np.full((8, 12), 7))
+        grey_image(images / "case_3b.png", np.full((8, 12), 7))
         summary = run(opened, images, output, batch_size=4, on_error="skip")
-        assert summary.answered == 6
+        assert summary.predicted == 6
         assert len(summary.failed) == 1
         assert summary.failed[0].startswith("case_3b: ")
         (images / "case_3b.png").unlink()
@@ -227,9 +239,9 @@ class TestClassification:
         def fail(self, x, *, case=None):
             raise NonFiniteError(f"{case}: the loss is nan")
 
-        monkeypatch.setattr(Adapter, "step", fail)
+        monkeypatch.setattr(Predictor, "step", fail)
         summary = run(classifier(), images, output, batch_size=6, on_error="skip")
-        assert (summary.answered, len(summary.failed)) == (0, 6)
+        assert (summary.predicted, len(summary.failed)) == (0, 6)
 
     def test_the_table_is_made_anew_from_the_log(self, images, output):
         cases = find_incoming(images)
@@ -261,17 +273,17 @@ class Fragile(Segmenter):
 
 
 class TestOnce:
-    def test_a_second_run_answers_nothing_again(self, images, output):
+    def test_a_second_run_predicts_nothing_again(self, images, output):
         run(segmenter(), images, output)
         before = left(output)
         summary = run(segmenter(), images, output, resume=True)
-        assert (summary.answered, summary.before) == (0, 6)
+        assert (summary.predicted, summary.already_predicted) == (0, 6)
         assert left(output) == before
 
-    def test_what_was_answered_is_not_even_read(self, images, output, monkeypatch):
+    def test_what_was_predicted_is_not_even_read(self, images, output, monkeypatch):
         run(segmenter(), images, output)
-        monkeypatch.setattr("dltta.serving.folder.read_incoming", lambda case: pytest.fail("read again"))
-        assert run(segmenter(), images, output, resume=True).before == 6
+        monkeypatch.setattr("dltta.serving.reading.read_incoming", lambda case: pytest.fail("read again"))
+        assert run(segmenter(), images, output, resume=True).already_predicted == 6
 
     def test_new_images_go_on_where_the_others_ended(self, images, output, tmp_path):
         cases = find_incoming(images)
@@ -280,13 +292,13 @@ class TestOnce:
             run(segmenter(), cases[:count], output, resume=True)
         assert left(output) == left(tmp_path / "whole")
 
-    def test_the_same_content_under_another_name_is_answered_from_the_log(self, images, output):
+    def test_the_same_content_under_another_name_is_predicted_from_the_log(self, images, output):
         run(segmenter(), images, output, save_probabilities=True)
         state = (output / "state" / "versions" / "000006.safetensors").read_bytes()
         shutil.copy(images / "case_2.png", images / "other.png")
         ticked = []
         summary = run(segmenter(), images, output, resume=True, save_probabilities=True, tick=ticked.append)
-        assert (summary.answered, summary.repeated, summary.before) == (0, 1, 6)
+        assert (summary.predicted, summary.repeated, summary.already_predicted) == (0, 1, 6)
         line = lines(output)[-1]
         assert (line["case"], line["repeats"], line["state"]) == ("other", "case_2", 6)
         assert (output / "other.png").read_bytes() == (output / "case_2.png").read_bytes()
@@ -302,20 +314,20 @@ class TestOnce:
         assert run(segmenter(), folder, output).repeated == 1
         assert (output / "a.tif").read_bytes() == (output / "b.tiff").read_bytes()
 
-    def test_a_repeat_of_an_answer_that_is_gone_fails(self, images, output):
+    def test_a_repeat_of_a_prediction_that_is_gone_fails(self, images, output):
         run(segmenter(), images, output)
         (output / "case_2.png").unlink()
         shutil.copy(images / "case_2.png", images / "other.png")
-        with pytest.raises(DataError, match=r"other: repeats case_2, whose answer case_2.png is gone; put it back"):
+        with pytest.raises(DataError, match=r"other: repeats case_2, whose prediction case_2.png is gone; put it back"):
             run(segmenter(), images, output, resume=True)
 
     @pytest.mark.parametrize("name", ["case_2.png", "CASE_2.png"])
     def test_other_content_under_a_known_name_is_refused(self, images, output, name):
-        """Upper and lower case are one: on some disks the answer would replace the first one's."""
+        """Upper and lower case are one: on some disks the prediction would replace the first one's."""
         run(segmenter(), images, output)
         (images / "case_2.png").unlink()
-        picture(images / name, np.arange(96).reshape(8, 12))
-        with pytest.raises(DataError, match=r"ase_2: was answered before with other content|ASE_2: was answered"):
+        grey_image(images / name, np.arange(96).reshape(8, 12))
+        with pytest.raises(DataError, match=r"(?i)case_2: was predicted before with other content"):
             run(segmenter(), images, output, resume=True)
 
     def test_a_stream_is_not_begun_over_another(self, images, output):
@@ -335,7 +347,7 @@ class TestOnce:
             run(segmenter(), images, output)
         assert (output / name).read_bytes() == b"mine"
 
-    def test_answers_are_not_put_among_the_images(self, images):
+    def test_predictions_are_not_put_among_the_images(self, images):
         (images / "state").mkdir()
         with pytest.raises(SettingError):
             run(segmenter(), images, images)
@@ -354,7 +366,7 @@ class TestOnce:
 
         with Stream(segmenter(), output, streams.settings()) as stream:
             assert child(second) == 7
-            assert stream.run(find_incoming(images)).answered == 6
+            assert stream.run(find_incoming(images)).predicted == 6
         assert child(second) == 0
 
 
@@ -365,7 +377,7 @@ class TestSettings:
             ({"alpha": 0.1}, "begun with alpha 0.05, not 0.1"),
             ({"method": "ptbn"}, "begun with method tent, not ptbn"),
             ({"rate": "fixed"}, "begun with rate relative, not fixed"),
-            ({"mode": "shadow"}, "begun with mode continual, not shadow"),
+            ({"mode": "shadow"}, "begun with deployment live, not shadow"),
             ({"guard": False}, "begun with guard True, not False"),
             ({"anonymize": True}, "begun with anonymize False, not True"),
         ],
@@ -390,24 +402,40 @@ class TestSettings:
         with pytest.raises(StateError, match=words):
             run(opened, images, output, resume=True)
 
-    def test_the_default_said_aloud_is_the_default(self, images, output):
+    def test_a_value_that_is_the_default_may_be_left_out_or_given(self, images, output):
         run(segmenter(), images, output, alpha=None)
-        run(segmenter(), images, output, alpha=1e-3, resume=True)
+        assert run(segmenter(), images, output, alpha=1e-3, resume=True).already_predicted == 6
+        assert lines(output)[0]["recipe"]["alpha"] == 1e-3
 
-    @pytest.mark.parametrize("change", [{"mode": "other"}, {"on_error": "go"}])
+    def test_without_calibration_the_log_records_batch_statistics(self, images, output):
+        with Stream(segmenter(), output) as stream:
+            stream.run(find_incoming(images))
+        recipe = lines(output)[0]["recipe"]
+        assert (recipe["name"], recipe["statistics"]) == ("recommended", "batch")
+
+    @pytest.mark.parametrize("change", [{"deployment": "other"}, {"on_error": "go"}])
     def test_unknown_words_are_refused(self, change):
         with pytest.raises(SettingError, match="must be one of"):
             StreamSettings(**change)
 
+    def test_words_become_choices(self):
+        assert StreamSettings(on_error="skip").on_error is OnError.SKIP
+        assert StreamSettings(deployment="shadow").deployment is Deployment.SHADOW
+
     def test_segmentations_come_one_by_one(self, output):
-        with pytest.raises(SettingError, match="a batch of 2 images cannot be"):
+        with pytest.raises(SettingError, match="adapted to one by one, got a batch size of 2"):
             Stream(segmenter(), output, streams.settings(batch_size=2))
-        with pytest.raises(SettingError, match="a batch of 0 images cannot be"):
-            Stream(classifier(), output, streams.settings(batch_size=0))
+
+    def test_the_stream_of_an_older_release_is_refused_in_one_line(self, images, output):
+        run(segmenter(), images, output)
+        path = output / "state" / "stream.json"
+        path.write_text(path.read_text().replace('"schema": 2', '"schema": 1'))
+        with pytest.raises(StateError, match="has a log of schema 1, this version writes 2; begin a new stream"):
+            run(segmenter(), images, output, resume=True)
 
 
 class TestFailures:
-    """One case goes wrong: the others are answered as if it had never been there."""
+    """One case goes wrong: the others are predicted as if it had never been there."""
 
     def same_without(self, opened, images, output, bad, **changes):
         """Run with a bad case among the others, and without it; what the first said of it."""
@@ -428,13 +456,13 @@ class TestFailures:
         sentence, line = self.same_without(segmenter(), images, output, bad)
         assert sentence.startswith(f"{bad}: cannot be read as PNG")
         assert (line["case"], line["error"], line["state"]) == ("case_3b", "DataError", 4)
-        assert line["reason"].startswith("cannot be read as PNG")
-        assert str(images) not in line["reason"]
+        assert line["detail"].startswith("cannot be read as PNG")
+        assert str(images) not in line["detail"]
 
     @pytest.mark.parametrize("guard", [True, False])
     def test_an_image_that_the_network_cannot_take(self, images, output, guard):
         bad = images / "case_3b.png"
-        picture(bad, np.zeros((7, 9)) + np.arange(9))
+        grey_image(bad, np.zeros((7, 9)) + np.arange(9))
 
         def picky(image):
             prepared = streams.prepare(image)
@@ -447,7 +475,7 @@ class TestFailures:
     @pytest.mark.parametrize("guard", [True, False])
     def test_an_image_that_leads_to_no_number(self, images, output, guard):
         bad = images / "case_3b.png"
-        picture(bad, np.full((8, 12), 7))
+        grey_image(bad, np.full((8, 12), 7))
         opened = segmenter(model=trained(Fragile()), prepare=spoiled(1e7))
         sentence, line = self.same_without(opened, images, output, bad, guard=guard)
         assert sentence == "case_3b: the prediction has NaN or infinite values"
@@ -456,7 +484,7 @@ class TestFailures:
     def test_an_error_in_the_middle_of_the_windows_undoes_those_before(self, images, output):
         """The adapter is all or nothing for a window; the stream is for a case."""
         bad = images / "case_3b.png"
-        picture(bad, np.full((8, 12), 7))
+        grey_image(bad, np.full((8, 12), 7))
         opened = segmenter(prepare=spoiled(torch.nan), window=Window((4, 4), 0.0))
         sentence, _ = self.same_without(opened, images, output, bad, guard=False)
         assert sentence == "case_3b, window 2: 8 of 16 input values are NaN or infinite"
@@ -475,15 +503,15 @@ class TestFailures:
         sentence, _ = self.same_without(segmenter(prepare=spoiled(torch.nan)), folder, output, bad)
         assert sentence == "v2: 48 of 96 input values are NaN or infinite"
 
-    def test_a_name_too_long_for_its_answer(self, images, output):
+    def test_a_name_too_long_for_its_prediction(self, images, output):
         bad = images / f"case_3b{'x' * 240}.png"
-        picture(bad, np.arange(96).reshape(8, 12))
+        grey_image(bad, np.arange(96).reshape(8, 12))
         sentence, _ = self.same_without(segmenter(), images, output, bad)
         assert "File name too long" in sentence
 
-    def test_probabilities_whose_name_is_too_long_leave_no_answer(self, images, output):
-        bad = images / f"case_3b{'x' * 220}.png"
-        picture(bad, np.arange(96).reshape(8, 12))
+    def test_probabilities_whose_name_is_too_long_leave_no_prediction(self, images, output):
+        bad = images / f"case_3b{'x' * 230}.png"
+        grey_image(bad, np.arange(96).reshape(8, 12))
         self.same_without(segmenter(), images, output, bad, save_probabilities=True)
 
     def test_a_file_that_changes_while_it_is_read(self, images, output, monkeypatch):
@@ -493,14 +521,14 @@ class TestFailures:
                 case.files[0].write_bytes((images / "case_0.png").read_bytes() + b"more")
             return found
 
-        monkeypatch.setattr("dltta.serving.folder.read_incoming", late)
+        monkeypatch.setattr("dltta.serving.reading.read_incoming", late)
         bad = images / "case_3b.png"
-        picture(bad, np.arange(96).reshape(8, 12))
+        grey_image(bad, np.arange(96).reshape(8, 12))
         sentence, _ = self.same_without(segmenter(), images, output, bad)
         assert sentence == "case_3b: it changed while it was read; give it once it is complete"
 
-    def test_stopping_leaves_what_was_answered(self, images, output):
-        (images / "case_3.png").write_bytes(b"not a picture")
+    def test_stopping_leaves_what_was_predicted(self, images, output):
+        (images / "case_3.png").write_bytes(b"not an image")
         with pytest.raises(DataError, match=r"case_3.png: cannot be read as PNG"):
             run(segmenter(), images, output)
         assert [line.get("case") for line in lines(output)] == [None, "case_0", "case_1", "case_2"]
@@ -510,34 +538,34 @@ class TestFailures:
         assert left(output) == left(output.with_name("whole"))
 
     def test_a_failure_is_written_down_once(self, images, output):
-        (images / "case_3.png").write_bytes(b"not a picture")
+        (images / "case_3.png").write_bytes(b"not an image")
         for resume in (False, True, True):
             summary = run(segmenter(), images, output, resume=resume, on_error="skip")
             assert len(summary.failed) == 1
         assert sum("error" in line for line in lines(output)) == 1
         pictures(images, 6)
-        assert run(segmenter(), images, output, resume=True).answered == 1
+        assert run(segmenter(), images, output, resume=True).predicted == 1
 
     def test_copies_of_a_case_that_fails_in_its_batch_fail_with_it(self, images, output):
         for name in ("case_3b", "case_3c"):
-            picture(images / f"{name}.png", np.full((8, 12), 7))
+            grey_image(images / f"{name}.png", np.full((8, 12), 7))
         summary = run(classifier(prepare=spoiled(torch.nan)), images, output, batch_size=8, on_error="skip")
         assert [sentence.split(":")[0] for sentence in summary.failed] == ["case_3b", "case_3c"]
-        assert summary.answered == 6
+        assert summary.predicted == 6
 
     def test_a_problem_of_the_listing_is_the_cases(self, images, output):
         """Two files of one name: neither is taken, the others are."""
         Pillow.fromarray(np.zeros((8, 12), dtype=np.uint8)).save(images / "case_1.tif")
         summary = run(segmenter(), images, output, on_error="skip")
-        assert summary.answered == 5
+        assert summary.predicted == 5
         assert "is another case of the same name" in summary.failed[0]
-        assert "is another case of the same name" in next(line for line in lines(output) if "error" in line)["reason"]
+        assert "is another case of the same name" in next(line for line in lines(output) if "error" in line)["detail"]
 
     def test_what_concerns_all_cases_stops_also_when_skipping(self, images, output, monkeypatch):
         def fail(self, x, *, case=None):
             raise SettingError("layer 'x' was not run")
 
-        monkeypatch.setattr(Adapter, "step", fail)
+        monkeypatch.setattr(Predictor, "step", fail)
         with pytest.raises(SettingError, match="was not run"):
             run(segmenter(), images, output, on_error="skip")
 
@@ -567,12 +595,12 @@ class TestPrivacy:
 
     def test_an_anonymous_stream_never_says_a_name(self, named, output):
         summary = run(segmenter(), named, output, anonymize=True, on_error="skip", save_probabilities=True)
-        assert (summary.answered, len(summary.failed)) == (2, 5)
+        assert (summary.predicted, len(summary.failed)) == (2, 5)
         assert self.NAME.encode() not in self.everything(output)
         assert b"Mueller" not in self.everything(output)
         assert "Mueller" not in "\n".join(summary.failed)
-        for line in (line for line in lines(output) if "answer" in line):
-            assert line["answer"] == f"{line['input'][:16]}.png"
+        for line in (line for line in lines(output) if "prediction" in line):
+            assert line["prediction"] == f"{line['input'][:16]}.png"
         with pytest.raises(DataError) as stopped:
             run(segmenter(), named, output.with_name("other"), anonymize=True)
         assert "Mueller" not in str(stopped.value)
@@ -582,7 +610,7 @@ class TestPrivacy:
         shutil.copy(cases[0].files[0], named / "copy.png")
         both = [*cases, replace(cases[0], name="copy", files=(named / "copy.png",))]
         summary = run(segmenter(), both, output, anonymize=True)
-        assert (summary.answered, summary.before) == (2, 1)
+        assert (summary.predicted, summary.already_predicted) == (2, 1)
 
     def test_what_cannot_be_read_keeps_its_name_through_a_resume(self, named, output):
         for resume in (False, True):
@@ -655,7 +683,7 @@ class TestDisk:
         run(classifier(), images, output.with_name("whole"), batch_size=2)
         assert left(output) == left(output.with_name("whole"))
 
-    @pytest.mark.parametrize("place", ["/sys/answers", "/dev/null/answers"])
+    @pytest.mark.parametrize("place", ["/sys/predictions", "/dev/null/predictions"])
     def test_a_place_where_nothing_can_be_written(self, images, place):
         with pytest.raises(StateError, match="cannot be written"):
             run(segmenter(), images, Path(place))
@@ -686,7 +714,7 @@ def test_little_is_kept_in_memory_per_case(tmp_path):
     """What the record of each case takes; images and lines stay on the disk."""
     import tracemalloc
 
-    from dltta.serving.index import Record
+    from dltta.serving.index import StreamIndex
     from dltta.serving.journal import Journal
 
     journal = Journal(tmp_path / "log", tmp_path / "head")
@@ -695,7 +723,7 @@ def test_little_is_kept_in_memory_per_case(tmp_path):
         {
             "case": f"hospital_b_{i:06d}",
             "input": hashlib.sha256(str(i).encode()).hexdigest(),
-            "answer": "x",
+            "prediction": "x",
             "rate": 0.1,
         }
         for i in range(count)
@@ -703,7 +731,7 @@ def test_little_is_kept_in_memory_per_case(tmp_path):
     journal.append(rows)
     del rows
     tracemalloc.start()
-    record = Record(Journal(tmp_path / "log", tmp_path / "head"))
+    record = StreamIndex(Journal(tmp_path / "log", tmp_path / "head"))
     taken = tracemalloc.get_traced_memory()[0] / count
     tracemalloc.stop()
     assert record.digest("hospital_b_000042") == hashlib.sha256(b"42").hexdigest()
@@ -724,7 +752,7 @@ def test_the_state_does_not_grow_with_the_stream(tmp_path, output):
     assert sizes["case_39"][1] < 1.05 * sizes["case_30"][1]
 
 
-def test_source_and_frozen_streams_answer_alike(images, output):
+def test_source_and_frozen_streams_predict_alike(images, output):
     run(segmenter(), images, output, method="source", save_probabilities=True)
     run(segmenter(), images, output.with_name("frozen"), mode="frozen", save_probabilities=True)
     for case in find_incoming(images):
@@ -734,7 +762,7 @@ def test_source_and_frozen_streams_answer_alike(images, output):
 
 def test_networks_without_buffers_can_be_frozen(images, output):
     opened = segmenter(model=trained(Segmenter(kind="instance")))
-    assert run(opened, images, output, mode="frozen").answered == 6
+    assert run(opened, images, output, mode="frozen").predicted == 6
     assert isinstance(Stream(opened, output, streams.settings(mode="frozen")).adapter.objective, Source)
 
 
@@ -746,24 +774,61 @@ def test_inputs_that_do_not_fit_name_the_case(images, output):
         run(segmenter(prepare=refuse), images, output)
 
 
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """A version reaches the disk only once the stream waits for it."""
+    awaited = threading.Semaphore(0)
+    put, settle, wait = StateFolder.put, Stream._settle, concurrent.futures.wait
+
+    def late(folder, packed):
+        if packed.number > 0:
+            assert awaited.acquire(timeout=20), "nobody waited for the disk"
+        put(folder, packed)
+
+    def settling(stream):
+        if stream._keeping is not None:
+            awaited.release()
+        settle(stream)
+
+    def waiting(futures):
+        awaited.release()
+        return wait(futures)
+
+    monkeypatch.setattr(StateFolder, "put", late)
+    monkeypatch.setattr(Stream, "_settle", settling)
+    monkeypatch.setattr("dltta.serving.folder.wait", waiting)
+
+
+def refuse(monkeypatch, name):
+    """Let the network give no number for the case of this name."""
+    step = Predictor.step
+
+    def refusing(predictor, x, *, case):
+        if case == name:
+            raise NonFiniteError("no number")
+        return step(predictor, x, case=case)
+
+    monkeypatch.setattr(Predictor, "step", refusing)
+
+
 class TestWhileTheDiskWorks:
     def test_the_network_is_at_the_next_image(self, images, output, monkeypatch):
         """The state of one image reaches the disk only after the network was shown the next one."""
         shown, waited = [threading.Event() for _ in range(7)], []
-        step, put = Adapter.step, StateFolder.put
+        step, put = Predictor.step, StateFolder.put
 
-        def showing(adapter, x, **options):
-            shown[adapter.taken].set()
-            return step(adapter, x, **options)
+        def showing(predictor, x, *, case):
+            shown[predictor.adapter.batches_seen].set()
+            return step(predictor, x, case=case)
 
         def late(folder, packed):
             if 0 < packed.number < 6:  # the last has nobody after it
                 waited.append(shown[packed.number].wait(20))
             put(folder, packed)
 
-        monkeypatch.setattr(Adapter, "step", showing)
+        monkeypatch.setattr(Predictor, "step", showing)
         monkeypatch.setattr(StateFolder, "put", late)
-        assert run(segmenter(), images, output).answered == 6
+        assert run(segmenter(), images, output).predicted == 6
         assert waited == [True] * 5
         monkeypatch.undo()
         run(segmenter(), images, output.with_name("alone"))
@@ -785,11 +850,11 @@ class TestWhileTheDiskWorks:
                 stream.run(find_incoming(images))
             assert len(lines(output)) == broken
             stream.folder.put = put
-            assert stream.run(find_incoming(images)).answered == 7 - broken  # there is room again
+            assert stream.run(find_incoming(images)).predicted == 7 - broken  # there is room again
         run(opened, images, output.with_name("whole"))
         assert left(output) == left(output.with_name("whole"))
 
-    def test_what_is_underway_counts_as_answered(self, images, output, monkeypatch):
+    def test_what_is_underway_counts_as_predicted(self, images, output, slow_disk):
         """Twice the same content, and twice the same name, one right after the other."""
         (images / "case_0b.png").write_bytes((images / "case_0.png").read_bytes())
         cases = [
@@ -798,43 +863,31 @@ class TestWhileTheDiskWorks:
             for case in find_incoming(images)
             if case.name == name
         ]
-        put = StateFolder.put
-        monkeypatch.setattr(StateFolder, "put", lambda folder, packed: (time.sleep(0.2), put(folder, packed)))
         done = run(segmenter(), cases, output)
-        assert (done.answered, done.repeated, done.before) == (2, 1, 1)
+        assert (done.predicted, done.repeated, done.already_predicted) == (2, 1, 1)
         assert [line.get("repeats") for line in lines(output)[1:]] == [None, "case_0", None]
 
-    def test_a_case_that_fails_finds_the_one_before_it_in_the_log(self, images, output, monkeypatch):
+    def test_a_case_that_fails_finds_the_one_before_it_in_the_log(self, images, output, slow_disk):
         (images / "case_1.png").write_bytes(b"no image")
-        put = StateFolder.put
-        monkeypatch.setattr(StateFolder, "put", lambda folder, packed: (time.sleep(0.2), put(folder, packed)))
         done = run(segmenter(), images, output, on_error="skip")
-        assert (done.answered, len(done.failed)) == (5, 1)
+        assert (done.predicted, len(done.failed)) == (5, 1)
         assert [(line["case"], line["state"]) for line in lines(output)[1:4]] == [
             ("case_0", 1),
             ("case_1", 1),
             ("case_2", 2),
         ]
 
-    def test_an_image_that_the_network_refuses_comes_after_the_one_before_it(self, images, output, monkeypatch):
-        put, step = StateFolder.put, Adapter.step
-
-        def refusing(adapter, x, **options):
-            if adapter.taken == 1 and options["case"] == "case_1":
-                raise NonFiniteError("no number")
-            return step(adapter, x, **options)
-
-        monkeypatch.setattr(Adapter, "step", refusing)
-        monkeypatch.setattr(StateFolder, "put", lambda folder, packed: (time.sleep(0.2), put(folder, packed)))
+    def test_an_image_that_the_network_refuses_comes_after_the_one_before_it(
+        self, images, output, monkeypatch, slow_disk
+    ):
+        refuse(monkeypatch, "case_1")
         run(segmenter(), images, output, on_error="skip")
         told = [(line["case"], line["state"], line.get("error")) for line in lines(output)[1:4]]
         assert told == [("case_0", 1, None), ("case_1", 1, "NonFiniteError"), ("case_2", 2, None)]
 
-    def test_a_run_that_ends_in_the_middle_waits_for_the_disk(self, images, output, monkeypatch):
-        put = StateFolder.put
-        monkeypatch.setattr(StateFolder, "put", lambda folder, packed: (time.sleep(0.2), put(folder, packed)))
-        (images / "case_1.png").write_bytes(b"no image")
+    def test_a_run_that_ends_in_the_middle_waits_for_the_disk(self, images, output, monkeypatch, slow_disk):
+        refuse(monkeypatch, "case_1")
         with Stream(segmenter(), output, streams.settings()) as stream:
-            with pytest.raises(DataError, match="case_1"):
+            with pytest.raises(NonFiniteError, match="case_1"):
                 stream.run(find_incoming(images))
             assert [line["state"] for line in lines(output)] == [0, 1]

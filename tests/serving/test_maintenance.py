@@ -1,4 +1,4 @@
-"""Looking after a stream: what is there, going back, finding alterations, taking the network out."""
+"""Maintenance of a stream: versions, rollback, finding alterations, export."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from dltta.errors import SettingError, StateError
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from dltta.models.io.opening import open_model
 from dltta.models.nets.architecture import Architecture
-from dltta.serving.maintenance import answered_names, export, list_versions, roll_back, show_version, verify
+from dltta.serving.maintenance import export, list_versions, predicted_names, roll_back, show_version, verify
 from networks import Segmenter, trained
 from streams import SEGMENTS, classifier, left, lines, pictures, run, segmenter
 
@@ -61,12 +61,12 @@ class TestLooking:
         assert (found["version"], found["batches"], found["memory"]) == (5, 5, 3)
         sizes = {"encoder.1.weight": [4], "encoder.1.bias": [4], "bottleneck.1.weight": [6], "bottleneck.1.bias": [6]}
         assert found["adapted"] == sizes
-        assert found["settings"]["method"] == "tent"
+        assert found["settings"]["recipe"]["method"] == "tent"
         assert (show_version(output, 2)["batches"], show_version(output, 2)["memory"]) == (2, 2)
 
-    def test_names_that_have_an_answer(self, output, tmp_path):
-        assert answered_names(output) == {f"case_{i}" for i in range(5)}
-        assert answered_names(tmp_path / "nowhere") == set()
+    def test_names_that_have_a_prediction(self, output, tmp_path):
+        assert predicted_names(output) == {f"case_{i}" for i in range(5)}
+        assert predicted_names(tmp_path / "nowhere") == set()
 
     @pytest.mark.parametrize(
         "look",
@@ -87,7 +87,7 @@ class TestLooking:
 
 class TestRollback:
     def test_it_goes_on_from_there(self, output, images, tmp_path):
-        """As if the cases since had never been adapted to, but their answers and lines stay."""
+        """As if the cases since had never been adapted to, but their predictions and lines stay."""
         pictures(tmp_path / "more", 2, seed=9)
         for path in (tmp_path / "more").iterdir():
             path.rename(images / f"later_{path.name}")
@@ -96,7 +96,7 @@ class TestRollback:
         assert (lines(output)[-1]["to"], lines(output)[-1]["state"]) == (2, 6)
         assert [(each.version, each.event) for each in list_versions(output)][-1] == (6, "rollback to 2")
         summary = run(segmenter(), images, output, resume=True, save_probabilities=True)
-        assert (summary.answered, summary.before) == (2, 5)
+        assert (summary.predicted, summary.already_predicted) == (2, 5)
         other = tmp_path / "other"
         cases = find_incoming(images)
         run(segmenter(), [*cases[:2], *cases[5:]], other, save_probabilities=True)
@@ -110,7 +110,7 @@ class TestRollback:
         roll_back(output, 1)
         assert roll_back(output, 5) == 7
         assert (output / "state" / "versions" / "000007.safetensors").read_bytes() == before
-        assert run(segmenter(), images, output, resume=True).before == 5
+        assert run(segmenter(), images, output, resume=True).already_predicted == 5
         assert verify(output) == []
 
     def test_many_rollbacks_do_not_fill_the_disk(self, output):
@@ -133,7 +133,7 @@ class TestRollback:
         with pytest.raises(StateError, match="000005.safetensors was altered; roll back to another version"):
             run(segmenter(), images, output, resume=True)
         roll_back(output, 4)
-        assert run(segmenter(), images, output, resume=True).before == 5
+        assert run(segmenter(), images, output, resume=True).already_predicted == 5
 
 
 class TestVerify:
@@ -177,9 +177,9 @@ class TestVerify:
     def test_other_settings_are_found(self, output):
         path = output / "state" / "stream.json"
         found = json.loads(path.read_text())
-        path.write_text(json.dumps({**found, "method": "ptbn"}))
+        path.write_text(json.dumps({**found, "recipe": {**found["recipe"], "method": "ptbn"}}))
         assert verify(output) == [f"{path} was altered"]
-        path.write_text(json.dumps({key: value for key, value in found.items() if key != "method"}))
+        path.write_text(json.dumps({key: value for key, value in found.items() if key != "recipe"}))
         assert verify(output) == [f"{path} was altered"]
         path.write_text("[]")
         assert verify(output) == [f"{path} was altered: it holds no settings"]
@@ -224,7 +224,7 @@ class TestExport:
             assert torch.equal(own[name], moved.get(name, tensor))
             assert (name in moved) != torch.equal(own[name], tensor) or "num_batches" in name
         frozen = run(open_model(str(tmp_path / "new")), images, tmp_path / "frozen", mode="frozen")
-        assert frozen.answered == 5
+        assert frozen.predicted == 5
 
     def test_an_older_version_can_be_taken_out(self, tmp_path, images):
         opened = checkpoint(tmp_path / "model")
@@ -241,7 +241,7 @@ class TestExport:
         assert found.kind == "bundle"
         own = found.model.state_dict()
         assert all(torch.equal(own[name], tensor) for name, tensor in moved.items())
-        assert run(found, images, tmp_path / "frozen", mode="frozen").answered == 5
+        assert run(found, images, tmp_path / "frozen", mode="frozen").predicted == 5
 
     def test_ones_own_network_goes_as_weights(self, tmp_path, images):
         moved = self.adapted(segmenter(), images, tmp_path / "out")
@@ -256,7 +256,7 @@ class TestExport:
         ("opened", "bundle", "words"),
         [
             (segmenter(), True, "was built by code, which a MONAI bundle cannot hold"),
-            (segmenter(kind="bundle"), False, "came as a MONAI bundle and can only go as one; add --bundle"),
+            (segmenter(kind="bundle"), False, "is a MONAI bundle and can only be exported as one; add --bundle"),
             (segmenter(model=trained(Segmenter(), seed=1)), False, "adapted another network than this one"),
         ],
     )

@@ -5,10 +5,11 @@ import os
 import pytest
 import torch
 
-from dltta import Adapter, Fixed, MemoryBank, Proportional, Relative, SourceGuard
+from dltta import Adapter, Fixed, GuardedAdapter, MemoryBank, Proportional, Relative, SourceGuard
 from dltta.errors import StateError
 from dltta.models.statistics import Running
 from dltta.objectives import PTBN, Source, Tent
+from dltta.quality.guarded import decision_of
 from dltta.serving.state import StateFolder, pack, unpack
 from networks import Classifier, Segmenter, stream, trained
 from streams import child
@@ -16,10 +17,12 @@ from streams import child
 pytestmark = pytest.mark.usefixtures("no_power_cut")
 
 
-def tent(**changes):
+def tent(guard=True, **changes):
     bank = MemoryBank(capacity=3, neighbors=2, ready="neighbors")
-    given = {"memory": bank, "optimizer": torch.optim.Adam, "guard": SourceGuard(), **changes}
-    return Adapter(trained(Segmenter()), Tent(), Relative(0.05), **given)
+    given = {"memory": bank, "optimizer": torch.optim.Adam, **changes}
+    if not guard:
+        return Adapter(trained(Segmenter()), Tent(), Relative(0.05), **given)
+    return GuardedAdapter(trained(Segmenter()), Tent(), Relative(0.05), guard=SourceGuard(), **given)
 
 
 def batches(adapter):
@@ -59,12 +62,12 @@ def test_a_loaded_version_goes_on_bit_for_bit(tmp_path, make):
     StateFolder(tmp_path).load(5, sha256, again)
     for found, wanted in zip(steps(again, images[5:]), expected[5:], strict=True):
         assert torch.equal(found.logits, wanted.logits)
-        assert (found.updates, found.ruling) == (wanted.updates, wanted.ruling)
+        assert (found.updates, decision_of(found)) == (wanted.updates, decision_of(wanted))
 
 
 def test_every_pair_returns_to_its_slot(tmp_path):
     """Whatever version it came with, and however often the bank has gone round."""
-    adapter, folder = tent(guard=None), StateFolder(tmp_path)
+    adapter, folder = tent(guard=False), StateFolder(tmp_path)
     sums = [folder.save(0, adapter)]
     held = [adapter.memory.state_dict()]
     for number, x in enumerate(batches(adapter), 1):
@@ -72,7 +75,7 @@ def test_every_pair_returns_to_its_slot(tmp_path):
         sums.append(folder.save(number, adapter))
         held.append(adapter.memory.state_dict())
     for number in reversed(range(len(sums))):
-        found = tent(guard=None)
+        found = tent(guard=False)
         StateFolder(tmp_path).load(number, sums[number], found)
         state = found.memory.state_dict()
         assert (state["layer"], state["pushed"]) == (held[number]["layer"], held[number]["pushed"])

@@ -1,4 +1,4 @@
-"""What a network does on its own site, against loops."""
+"""What a source model does on source images, against loops."""
 
 import numpy as np
 import pytest
@@ -8,12 +8,12 @@ import networks
 from dltta.errors import SettingError
 from dltta.models.calibration import Calibration, LayerSamples, OODScore
 from dltta.training.calibration import (
-    answer_ranges,
     calibrate,
     entropy_levels,
     negative,
     noise,
     ood_levels,
+    prediction_ranges,
     shuffled,
 )
 from networks import stream, trained
@@ -64,10 +64,10 @@ def test_moments_of_batches_are_those_of_images_put_together():
     assert found.log_variance_spread.item() == pytest.approx(np.log(batches.var(1)).std(), rel=0.15)
 
 
-def test_answer_ranges_by_hand():
+def test_prediction_ranges_by_hand():
     first = torch.tensor([[[0.9, 0.7], [0.1, 0.3]]])
     second = torch.tensor([[[0.5, 0.5], [0.5, 0.5]]])
-    found = answer_ranges([first, second])
+    found = prediction_ranges([first, second])
     assert found["images"] == 2
     assert np.allclose(found["shares"], [[0.5, 0.8], [0.2, 0.5]])
     assert found["marginal_entropy"] == pytest.approx(-(0.8 * np.log(0.8) + 0.2 * np.log(0.2)))
@@ -80,7 +80,7 @@ def parts(model, image):
     return samples.stacked()
 
 
-def strange(image_parts, others, eps):
+def score(image_parts, others, eps):
     """Per layer, the slow way: mean over channels and over mean and log variance of squared standard deviations."""
     rows = []
     for name, (mean, variance) in image_parts.items():
@@ -97,7 +97,7 @@ def strange(image_parts, others, eps):
 def test_ood_score_is_the_mean_square_of_deviations_from_source_images():
     model = trained(networks.Segmenter())
     found = calibrate(model, IMAGES)
-    home = [parts(model, image) for image in IMAGES]
+    source = [parts(model, image) for image in IMAGES]
     other = stream((2, 1, 8, 8), 1, seed=9)[0] * 3
     samples = LayerSamples()
     with torch.no_grad(), samples.watching(model):
@@ -105,26 +105,28 @@ def test_ood_score_is_the_mean_square_of_deviations_from_source_images():
     measured = OODScore(found)(samples.stacked())
     assert measured.shape == (2, 2)  # layers, images
     for i, image in enumerate(other):
-        np.testing.assert_allclose(measured[:, i], strange(parts(model, image), home, found.eps), rtol=1e-3)
+        np.testing.assert_allclose(measured[:, i], score(parts(model, image), source, found.eps), rtol=1e-3)
 
 
-def test_at_home_every_image_is_measured_against_the_others():
+def test_every_source_image_is_measured_against_the_others():
     model = trained(networks.Segmenter())
     found = calibrate(model, IMAGES)
-    home = [parts(model, image) for image in IMAGES]
-    slow = np.array([strange(one, home[:i] + home[i + 1 :], found.eps) for i, one in enumerate(home)])  # (N, layers)
+    source = [parts(model, image) for image in IMAGES]
+    slow = np.array(
+        [score(one, source[:i] + source[i + 1 :], found.eps) for i, one in enumerate(source)]
+    )  # (N, layers)
     assert found.predictions["ood_score"]["first"] == pytest.approx(np.quantile(slow[:, 0], 0.95), rel=1e-3)
     middle = np.sort(slow, axis=1)[:, 0]  # of two layers torch's median is the lower
     assert found.predictions["ood_score"]["usual"] == pytest.approx(np.quantile(middle, 0.95), rel=1e-3)
 
 
-def test_negatives_are_as_strange_as_the_network_finds_them():
+def test_negatives_and_noise_have_the_scores_of_loops():
     model = trained(networks.Segmenter())
     found = calibrate(model, IMAGES)
-    home = [parts(model, image) for image in IMAGES]
-    each = [min(strange(parts(model, negative(image)), home, found.eps)) for image in IMAGES]
+    source = [parts(model, image) for image in IMAGES]
+    each = [min(score(parts(model, negative(image)), source, found.eps)) for image in IMAGES]
     assert ood_levels(model, IMAGES, found)["negative"] == pytest.approx(np.sort(each)[5], rel=1e-3)
-    each = [min(strange(parts(model, noise(image)), home, found.eps)) for image in IMAGES]
+    each = [min(score(parts(model, noise(image)), source, found.eps)) for image in IMAGES]
     assert ood_levels(model, IMAGES, found)["noise"] == pytest.approx(np.sort(each)[5], rel=1e-3)
 
 
@@ -139,7 +141,7 @@ def test_noise_has_the_range_of_each_channel():
     assert torch.equal(drawn, noise(image))
 
 
-def test_doubt_is_the_entropy_under_the_images_own_statistics():
+def test_entropy_is_that_under_instance_statistics():
     model = trained(networks.Segmenter())
     batch = trained(networks.Segmenter())
     for layer in batch.modules():
@@ -152,9 +154,9 @@ def test_doubt_is_the_entropy_under_the_images_own_statistics():
         return [-(x * np.log(x)).sum(1).mean() for x in p]
 
     found = entropy_levels(model, IMAGES)
-    home = entropies(IMAGES)
-    assert found["median"] == pytest.approx(np.sort(home)[5], rel=1e-4)
-    assert found["usual"] == pytest.approx(np.quantile(home, 0.95), rel=1e-4)
+    source = entropies(IMAGES)
+    assert found["median"] == pytest.approx(np.sort(source)[5], rel=1e-4)
+    assert found["usual"] == pytest.approx(np.quantile(source, 0.95), rel=1e-4)
     assert found["shuffled"] == pytest.approx(np.sort(entropies(map(shuffled, IMAGES)))[5], rel=1e-4)
 
 

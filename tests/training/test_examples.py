@@ -27,6 +27,19 @@ def test_patients_of_the_same_name_at_two_sites_are_two_patients():
     assert len({(cases[i].site, cases[i].group) for i in validation}) == 1
 
 
+def test_patients_may_be_named():
+    cases = gather([Blobs(count=8)])
+    named = (cases[0].group, cases[6].group, "nobody")
+    training, validation = split_by_group(cases, named, seed=0)
+    assert {cases[i].group for i in validation} == set(named[:2])
+    assert sorted(training + validation) == list(range(8))
+    assert training == sorted(training)
+    everybody = tuple({case.group for case in cases})
+    for wrong, words in ((("nobody",), "none of the 8 cases"), (everybody, "all of the 8 cases")):
+        with pytest.raises(DataError, match=words):
+            split_by_group(cases, wrong, seed=0)
+
+
 def test_one_patient_cannot_be_validated():
     with pytest.raises(DataError, match="belong to one patient"):
         split_by_group(gather([Blobs(count=2)]), 0.2, seed=0)

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from dltta.config import AdaptationSettings, make_adapter
+from dltta.config import make_adapter
 from dltta.data.preprocessing import Preprocessing
 from dltta.errors import SettingError
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from dltta.models.nets.architecture import Architecture
+from dltta.recipes import Recipe
 from dltta.training.pairs import source_pairs
 from networks import stream
 
@@ -43,11 +44,10 @@ def test_pairs_survive_the_disk(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("pool", [None, 2])
 def test_the_first_image_has_a_discrepancy(checkpoint, pool):
-    settings = AdaptationSettings(prefill=True, pool=pool)
-    first = make_adapter(checkpoint, "tent", "dynamic", settings).step(IMAGES[20][None])
+    first = make_adapter(checkpoint, Recipe(prefill=True, pool=pool)).step(IMAGES[20][None])
     assert first.discrepancy is not None
     assert first.rate == pytest.approx(1e-3 * first.discrepancy)
-    empty = make_adapter(checkpoint, "tent", "dynamic", AdaptationSettings(pool=pool)).step(IMAGES[20][None])
+    empty = make_adapter(checkpoint, Recipe(pool=pool)).step(IMAGES[20][None])
     assert empty.discrepancy is None
 
 
@@ -56,4 +56,4 @@ def test_a_model_without_pairs_says_how_to_get_them(checkpoint):
         checkpoint.model, checkpoint.architecture, checkpoint.task, checkpoint.classes, checkpoint.preprocessing
     )
     with pytest.raises(SettingError, match="--with memory"):
-        make_adapter(bare, "tent", "dynamic", AdaptationSettings(prefill=True))
+        make_adapter(bare, Recipe(prefill=True))

@@ -1,23 +1,33 @@
 """Source training: it learns, stops and resumes exactly, and leaves a checkpoint that every method can use."""
 
+import copy
 import json
 import math
 import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import nn
 
-from dltta import Adapter, Fixed
-from dltta.config import make_objective
+from dltta import Adapter, Fixed, MemoryBank, Proportional
+from dltta.config import make_adapter, make_objective
 from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DataError, SettingError, StateError
-from dltta.models.io.checkpoint import load_checkpoint
+from dltta.models.calibration import LayerSamples
+from dltta.models.io.checkpoint import Rotation, load_checkpoint
+from dltta.models.io.fingerprint import fingerprint
+from dltta.models.io.opening import open_checkpoint
 from dltta.models.nets.architecture import Architecture
+from dltta.models.parts.rotation import RotationHead
+from dltta.recipes import paper
 from dltta.training import SourceTraining, TrainingSettings
+from dltta.training.source import TaskTraining
+from dltta.training.task import TaskLoss
 from sites import Blobs
 
 
@@ -41,11 +51,7 @@ def training(folder, *, site=None, resume=False, report=lambda *at: None, log=la
 
 
 def weights(folder):
-    checkpoint = load_checkpoint(folder)
-    parts = [checkpoint.model]
-    parts += [checkpoint.rotation.head] if checkpoint.rotation else []
-    parts += [checkpoint.reconstructions.autoencoders] if checkpoint.reconstructions else []
-    return [tensor for part in parts for tensor in part.state_dict().values()]
+    return [tensor for part in load_checkpoint(folder).modules() for tensor in part.state_dict().values()]
 
 
 def same(one, other):
@@ -84,12 +90,145 @@ def test_the_same_seed_gives_the_same_weights_and_another_does_not(tmp_path):
     assert not same(weights(tmp_path / "a"), weights(tmp_path / "c"))
 
 
+# ---- the source model and the network of TTT
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """A source model trained without anything else, and one with everything."""
+    folder = tmp_path_factory.mktemp("both")
+    plain = training(folder / "plain", epochs=2).run()
+    return plain, training(folder / "all", epochs=2, with_=("ttt", "atta", "memory")).run()
+
+
+def test_the_source_model_is_the_same_bits_whatever_is_trained_beside_it(both):
+    plain, checkpoint = both
+    assert fingerprint(checkpoint.model) == fingerprint(plain.model)
+    assert checkpoint.calibration.checksum() == plain.calibration.checksum()
+    assert fingerprint(checkpoint.joint.model) != fingerprint(plain.model)
+
+
+def test_networks_say_what_they_were_trained_with_and_which_epoch_was_best(both):
+    _, checkpoint = both
+    rows = checkpoint.record["history"]
+    assert [(row["stage"], row["epoch"]) for row in rows] == [
+        (stage, epoch) for stage in ("task", "ttt", "atta") for epoch in (1, 2)
+    ]
+    for stage, found in (("task", checkpoint), ("ttt", checkpoint.joint)):
+        assert found.record["losses"] == ["task", "rotation"][: 1 if stage == "task" else 2]
+        assert [loss in row for row in rows if row["stage"] == stage for loss in ("task", "rotation")] == [
+            True, stage == "ttt"
+        ] * 2  # fmt: skip
+        scores = [row["score"] for row in rows if row["stage"] == stage]
+        assert found.record["epoch"] == scores.index(max(scores)) + 1
+        assert found.record["finished"]
+
+
+def test_rotation_belongs_to_the_second_network_and_auto_encoders_to_the_first(both):
+    _, checkpoint = both
+    assert (checkpoint.rotation, checkpoint.joint.reconstructions) == (None, None)
+    assert checkpoint.joint.rotation is not None
+    assert checkpoint.reconstructions is not None
+
+
+def test_each_network_has_its_own_calibration_and_source_pairs(both):
+    _, checkpoint = both
+    images = [Blobs()[index].image[None] for index in range(8)]
+    for network, other in ((checkpoint, checkpoint.joint), (checkpoint.joint, checkpoint)):
+        samples = LayerSamples()
+        with torch.no_grad(), samples.watching(network.model):
+            predictions = torch.cat([network.model(image).softmax(1) for image in images]).flatten(1)
+        distances = torch.cdist(network.pairs.predictions.float().flatten(1), predictions)  # (pairs, images)
+        assert distances.min(1).values.max() < 0.01  # half precision
+        assert distances.argmin(1).sort().values.tolist() == list(range(8))
+        assert torch.cdist(other.pairs.predictions.float().flatten(1), predictions).min() > 0.01
+        for name, (means, _) in samples.stacked().items():
+            measured = network.calibration.layers[name][0]
+            torch.testing.assert_close(measured[measured[:, 0].argsort()], means[means[:, 0].argsort()])
+
+
+@pytest.mark.parametrize("method", ["source", "ptbn", "tent", "atta", "ttt"])
+def test_each_method_adapts_the_network_that_it_starts_from(both, method):
+    _, checkpoint = both
+    expected = (checkpoint.joint if method == "ttt" else checkpoint).model.state_dict()
+    for model in (checkpoint, open_checkpoint(checkpoint, "blobs")):
+        found = make_adapter(model, paper(method)).model.state_dict()
+        assert expected.keys() <= found.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_memory_begins_with_the_pairs_of_the_network_that_is_adapted(both):
+    _, checkpoint = both
+    for method, network in (("tent", checkpoint), ("ttt", checkpoint.joint)):
+        recipe = replace(paper(method), prefill=True, ready="neighbors", neighbors=2)
+        step = make_adapter(checkpoint, recipe).step(Blobs()[0].image[None])
+        by_hand = MemoryBank(network.pairs.layer, capacity=20, neighbors=2, ready="neighbors")
+        by_hand.push(network.pairs.features.float(), network.pairs.predictions.float())
+        expected = Adapter(network.model, make_objective(method, network), Proportional(1e-3), memory=by_hand)
+        assert step.discrepancy == expected.step(Blobs()[0].image[None]).discrepancy
+
+
+def test_ttt_on_the_source_model_itself_is_refused(both):
+    _, checkpoint = both
+    with pytest.raises(SettingError, match=r"no rotation head, which TTT needs; take model.for_method\('ttt'\)"):
+        make_objective("ttt", checkpoint)
+
+
+def test_both_networks_start_alike_and_see_the_same_upright_images(tmp_path):
+    """With a rate of nothing they stay where they started, and their statistics tell which images they saw."""
+    found = training(tmp_path, epochs=2, learning_rate=1e-30, with_=("ttt",), validation=0.0).run()
+    start = found.architecture.build(seed=0).state_dict()
+    joint = found.joint.model.state_dict()
+    for name, tensor in found.model.state_dict().items():
+        torch.testing.assert_close(tensor, joint[name], atol=1e-6, rtol=0)
+        assert "running" in name or "num_batches" in name or torch.allclose(tensor, start[name], atol=1e-20, rtol=0)
+    assert not torch.allclose(joint["conv_0.conv_0.adn.N.running_mean"], torch.zeros(4), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm2d, lambda channels: nn.InstanceNorm2d(channels, track_running_stats=True)]
+)
+def test_rotated_images_never_touch_stored_statistics(norm):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), norm(4), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    joint = copy.deepcopy(plain)
+    rotation = Rotation(RotationHead(4, 8), "2", ())
+    images, labels = torch.rand(4, 1, 8, 8), torch.randint(2, (4, 8, 8))
+    alone = TaskTraining(plain, TaskLoss("ce"), None).train()
+    both = TaskTraining(joint, TaskLoss("ce"), rotation).train()
+    for _ in range(2):
+        alone(images, labels, torch.Generator().manual_seed(1))
+        losses = both(images, labels, torch.Generator().manual_seed(1))
+    stored = dict(plain.named_buffers())
+    assert stored.keys() == dict(joint.named_buffers()).keys() == {f"1.{name}" for name in plain[1]._buffers}
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in joint.named_buffers())
+    assert stored["1.num_batches_tracked"] == (
+        2 if norm is nn.BatchNorm2d else 0
+    )  # instance normalization never counts
+    assert stored["1.running_mean"].any()
+    losses["rotation"].backward()
+    assert joint[0].weight.grad.any()  # and yet the encoder learns from them
+
+
+@pytest.mark.parametrize(("task", "rate"), [("segmentation", 1e-3), ("classification", 3e-4)])
+def test_the_default_rate_is_the_papers_for_the_task(tmp_path, task, rate):
+    rates = set()
+
+    def note(plan, *at):
+        rates.add((plan.stage, plan.learning_rate))
+
+    training(tmp_path, site=Blobs(task, size=32), epochs=1, with_=("ttt",), report=note).run()
+    assert rates == {("task", rate), ("ttt", rate)}
+
+
 class Stop(Exception):
     pass
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("moment", [("task", 2, 1), ("task", 1, 3), ("atta", 1, 2), ("atta", 2, 1)])
+@pytest.mark.parametrize(
+    "moment", [("task", 2, 1), ("task", 1, 3), ("ttt", 1, 2), ("ttt", 3, 1), ("atta", 1, 2), ("atta", 2, 1)]
+)
 def test_a_killed_training_resumes_to_the_same_weights(tmp_path, moment):
     training(tmp_path / "whole", with_=("ttt", "atta")).run()
 
@@ -101,12 +240,15 @@ def test_a_killed_training_resumes_to_the_same_weights(tmp_path, moment):
         training(tmp_path / "killed", with_=("ttt", "atta"), report=stop).run()
     resumed = training(tmp_path / "killed", with_=("ttt", "atta"), resume=True).run()
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
-    whole = load_checkpoint(tmp_path / "whole").record["history"]
+    whole = load_checkpoint(tmp_path / "whole")
 
     def strip(rows):
         return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
-    assert strip(resumed.record["history"]) == strip(whole)
+    for one, other in ((resumed, whole), (resumed.joint, whole.joint)):
+        assert strip(one.record["history"]) == strip(other.record["history"])
+        assert one.record["epoch"] == other.record["epoch"]
+        assert one.calibration.checksum() == other.calibration.checksum()
 
 
 def test_resuming_a_finished_training_gives_it_back_without_training(tmp_path):
@@ -167,9 +309,9 @@ def test_every_method_adapts_what_training_left(tmp_path, site):
     checkpoint = load_checkpoint(tmp_path)
     x = torch.stack([site[i].image for i in range(2)])
     for method in ("source", "ptbn", "ttt", "tent", "atta"):
-        objective = make_objective(method, checkpoint)
+        start = checkpoint.for_method(method)
         rate = None if method in ("source", "ptbn") else Fixed(1e-3)
-        assert len(Adapter(checkpoint.model, objective, rate).step(x).logits) == 2
+        assert len(Adapter(start.model, make_objective(method, start), rate).step(x).logits) == 2
 
 
 @pytest.mark.long
@@ -183,9 +325,9 @@ def test_rotation_head_and_autoencoders_really_learn(tmp_path):
         batch_size=4,
         autoencoder_epochs=8,
     ).run()
-    tasks = [row for row in checkpoint.record["history"] if row["stage"] == "task"]
+    joint = [row for row in checkpoint.record["history"] if row["stage"] == "ttt"]
     parts = [row for row in checkpoint.record["history"] if row["stage"] == "atta"]
-    assert tasks[-1]["rotation"] < 0.5 * math.log(4)  # chance
+    assert joint[-1]["rotation"] < 0.5 * math.log(4)  # chance
     assert parts[-1]["validation"] < 0.5 * parts[-1]["initial"]
 
 
@@ -194,7 +336,7 @@ def test_methods_that_were_not_trained_for_say_how(tmp_path):
     checkpoint = load_checkpoint(tmp_path)
     for method in ("ttt", "atta"):
         with pytest.raises(SettingError, match=f"--with {method}"):
-            make_objective(method, checkpoint)
+            make_objective(method, checkpoint.for_method(method))
 
 
 def test_without_validation_the_last_epoch_is_kept(tmp_path):
@@ -252,5 +394,5 @@ def test_two_processes_train_one_model(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.strip().splitlines()[-1])["model"] == str(tmp_path / "model")
     checkpoint = load_checkpoint(tmp_path / "model")
-    assert checkpoint.rotation is not None
+    assert checkpoint.joint.rotation is not None
     assert checkpoint.reconstructions is not None

@@ -1,16 +1,27 @@
-"""Progress bars on standard error; results go to standard output."""
+"""How far a command has come: bars on a terminal, now and then a line elsewhere. On standard error, always."""
 
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.table import Column
+from rich.text import Text
 
 from dltta.evaluation.experiment import Job, Listener
+from dltta.quality.decision import Outcome
 from dltta.training.fit import Plan, Report
 
-screen = Console(stderr=True)
+EVER = math.inf  # the time left is estimated from the latest 1000 updates, however long ago
+EVERY = 30.0  # seconds between two lines where there is no terminal
+STAGES = {
+    "task": "train model", "ttt": "train for TTT", "atta": "auto-encoders", "style": "restyle images",
+    "cyclegan": "translation", "udas": "align outputs", "swav": "clusters",
+}  # fmt: skip
 
 
 class Bars(Listener):
@@ -21,31 +32,27 @@ class Bars(Listener):
 
     def count(self, what: str) -> Callable[[int, int], None]:
         """A bar for anything that reports how much of how much is done."""
-        bar = self.progress.add_task(what, total=None)
+        bar = self._add(what, None)
         return lambda done, total: self.progress.update(bar, completed=done, total=total)
 
     def cases(self, total: int | None) -> Callable[[Mapping[str, Any]], None]:
         """A bar for a stream, with the rate and the discrepancy of the latest case."""
-        bar = self.progress.add_task("adapt", total=total)
+        bar = self._add("adapt", total)
 
         def tick(line: Mapping[str, Any]) -> None:
             parts = [f"{key} {line[key]:.2g}" for key in ("rate", "discrepancy") if line.get(key) is not None]
-            parts += [str(line["guard"])] if line.get("guard") not in (None, "accepted") else []
+            parts += [str(line["decision"])] if line.get("decision") not in (None, Outcome.ACCEPTED) else []
             self.progress.update(bar, advance=1, note=" ".join(parts))
 
         return tick
 
     def training(self, seed: int) -> Report:
         bars: dict[str, TaskID] = {}
-        names = {
-            "task": "train source model", "atta": "train auto-encoders", "style": "restyle source images",
-            "cyclegan": "train translation", "udas": "align outputs", "swav": "learn clusters of both sites",
-        }  # fmt: skip
 
         def report(plan: Plan, epoch: int, batch: int, batches: int, loss: float) -> None:
             if plan.stage not in bars:
-                name = f"{names.get(plan.stage, plan.stage)}{f' (seed {seed})' if seed else ''}"
-                bars[plan.stage] = self.progress.add_task(name, total=plan.epochs * batches)
+                name = f"{STAGES.get(plan.stage, plan.stage)}{f' (seed {seed})' if seed else ''}"
+                bars[plan.stage] = self._add(name, plan.epochs * batches)
             self.progress.update(
                 bars[plan.stage], completed=(epoch - 1) * batches + batch, note=f"epoch {epoch} loss {loss:.3f}"
             )
@@ -53,26 +60,75 @@ class Bars(Listener):
         return report
 
     def streams(self, total: int) -> Callable[[Job], None]:
-        bar = self.progress.add_task("adapt streams", total=total)
+        bar = self._add("adapt streams", total)
 
         def tick(job: Job) -> None:
             self.progress.update(bar, advance=1, note=f"{job.method} {job.rate if job.rate != 'none' else ''}".strip())
 
         return tick
 
+    def _add(self, name: str, total: int | None) -> TaskID:
+        return self.progress.add_task(name, total=total, note="")
+
 
 @contextmanager
-def bars() -> Iterator[Bars]:
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}"),
-    )  # fmt: skip
-    with _NotedProgress(*columns, console=screen) as progress:
+def bars(console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> Iterator[Bars]:
+    """What a command reports its progress to."""
+    console = console or Console(stderr=True)
+    kind = Progress if console.is_terminal else _Lines
+    with kind(*_columns(), console=console, get_time=clock, expand=True, speed_estimate_period=EVER) as progress:
         yield Bars(progress)
 
 
-class _NotedProgress(Progress):
-    """A progress whose tasks have a note from the start."""
+def _columns() -> tuple[ProgressColumn, ...]:
+    """Names and notes are printed as they are; the bar gives way where the line is too long."""
+    return (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(None, table_column=Column(max_width=40, ratio=1)),
+        _Times(),
+        TextColumn("{task.fields[note]}", markup=False),
+    )
 
-    def add_task(self, description: str, *args: Any, **kwargs: Any) -> TaskID:
-        return super().add_task(description, *args, **{"note": "", **kwargs})
+
+class _Times(ProgressColumn):
+    """`12/40 0:01:05, 0:02:32 left`."""
+
+    def render(self, task: Task) -> Text:
+        return Text(_sentence(task), no_wrap=True)
+
+
+def _sentence(task: Task, after: str = "") -> str:
+    """How much of how much is done, the time it took, and the time left where both are known."""
+    total = "" if task.total is None else f"/{task.total:.0f}"
+    left = "" if task.finished or task.time_remaining is None else f", {_time(task.time_remaining)} left"
+    return f"{task.completed:.0f}{total} {after}{_time(task.elapsed or 0.0)}{left}"
+
+
+def _time(seconds: float) -> str:
+    days, rest = divmod(int(seconds), 86400)
+    return f"{days} d {rest // 3600} h" if days else str(timedelta(seconds=rest))
+
+
+class _Lines(Progress):
+    """A line every so often and one at the end, for logs."""
+
+    def __init__(self, *columns: ProgressColumn, **settings: Any) -> None:
+        super().__init__(*columns, **settings, disable=True)  # nothing is drawn
+        self._said: dict[TaskID, str] = {}
+        self._latest = self.get_time()
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        super().update(task_id, **changes)
+        if self.get_time() - self._latest >= EVERY:
+            self._say(self._tasks[task_id])
+
+    def stop(self) -> None:
+        super().stop()
+        for task in self.tasks:
+            self._say(task)
+
+    def _say(self, task: Task) -> None:
+        text = " ".join(f"{task.description} {_sentence(task, 'after ')} {task.fields['note']}".split())
+        if self._said.get(task.id) != text:
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._said[task.id], self._latest = text, self.get_time()

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dltta.core.discrepancy import Positions
 from dltta.core.neighbors import Distance as Distance
 from dltta.core.neighbors import nearest, squared_lengths
 from dltta.errors import InputError, SettingError, StateError
@@ -25,7 +26,8 @@ class MemoryBank:
     `ready="neighbors"` begins as soon as there are `neighbors` pairs. `dtype` keeps keys and values in a narrower
     type. `pool` averages feature maps to a fixed number of positions per axis before they become keys: then images of
     different size can share a bank, and a prediction is compared only with predictions of its own shape. Without
-    `pool` a second size is an error. One bank belongs to one adapter.
+    `pool` a second size is an error. `positions` says how the discrepancy with what is recalled treats positions
+    (`symmetric_kl`). One bank belongs to one adapter.
 
     Its size in bytes is capacity × (key elements + value elements) × bytes per element (`nbytes`), allocated once; four
     bytes per pair for the length of its key come on top.
@@ -41,6 +43,7 @@ class MemoryBank:
         ready: Ready = "full",
         dtype: torch.dtype | None = None,
         pool: int | Sequence[int] | None = None,
+        positions: Positions = "mean",
     ) -> None:
         if not 1 <= neighbors <= capacity:
             raise SettingError(f"neighbors must be from 1 to capacity, got {neighbors} of {capacity}")
@@ -48,6 +51,8 @@ class MemoryBank:
             raise SettingError(f"distance must be 'l2' or 'cosine', got {distance!r}")
         if ready not in ("full", "neighbors"):
             raise SettingError(f"ready must be 'full' or 'neighbors', got {ready!r}")
+        if positions not in ("mean", "sum"):
+            raise SettingError(f"positions must be 'mean' or 'sum', got {positions!r}")
         if dtype is not None and not dtype.is_floating_point:
             raise SettingError(f"dtype must be a floating-point type, got {dtype}")
         self.layer = layer
@@ -57,6 +62,7 @@ class MemoryBank:
         self.ready: Ready = ready
         self.dtype = dtype
         self.pool = pool
+        self.positions: Positions = positions
         self.clear()
 
     def clear(self) -> None:
@@ -79,7 +85,7 @@ class MemoryBank:
         """The mean prediction of the nearest neighbors of each sample, (B, C, *positions) — Eq. (3).
 
         `shape` (C, *positions) is that of the prediction to compare with; the newest one's unless given. None is
-        answered while the bank is not ready: too few pairs altogether, or too few of this shape.
+        given while the bank is not ready: too few pairs altogether, or too few of this shape.
         """
         if self._keys is None or self._squares is None:
             return None
@@ -117,13 +123,13 @@ class MemoryBank:
         if self._keys is not None and elements != self._keys.shape[1]:
             raise InputError(
                 f"the features have {elements} elements but those in memory have {self._keys.shape[1]}; "
-                "images of different size need MemoryBank(pool=…) or one common size"
+                "images of different size need MemoryBank(pool=8), on the command line --pool 8, or one common size"
             )
         if self.pool is None and len(self) and self._newest_shape() != prediction.shape[1:]:
             raise InputError(
                 f"the prediction has shape {tuple(prediction.shape[1:])} but those in memory "
                 f"{tuple(self._newest_shape())}; "
-                "images of different size need MemoryBank(pool=…) or one common size"
+                "images of different size need MemoryBank(pool=8), on the command line --pool 8, or one common size"
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,20 +1,87 @@
 """5 rate. How large should the update for this image be?
 
-A learning rate is anything that can be called with the discrepancy of the current batch, or None while the memory is
-not ready, and answers a finite number ≥ 0. A rate with `needs_memory = True` is refused by an adapter without memory.
+A learning rate is anything that can be called and gives a finite number ≥ 0. It is asked once per update, when the
+gradient is known. One whose argument is called `signals`, or annotated `Signals`, gets all that is known about the
+update; any other gets the discrepancy of the current batch alone, None while the memory is not ready. A rate with
+`needs_memory = True` is refused by an adapter without memory; one with `per_parameter = True` gives a number for each
+adapted parameter. A rate that remembers something has `state_dict()` and `load_state_dict(state)`.
 """
 
+import inspect
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from statistics import fmean
+from typing import Any, ClassVar, Protocol
 
-from dltta.errors import SettingError
+from torch import Tensor, nn
+
+from dltta.errors import NonFiniteError, SettingError
+
+
+@dataclass(frozen=True)
+class Signals:
+    """What is known about an update before it is made. Tensors are the adapter's own: look, do not change."""
+
+    discrepancy: float | None  # None while the memory is not ready, or without one
+    loss: float
+    gradient: Mapping[str, Tensor]  # of the loss, by the parameter's name; parameters that it does not reach are absent
+    parameters: Mapping[str, Tensor]  # all that may move, by name
+    model: nn.Module  # the adapted network, before the update
+    images: Tensor  # (B, C, *spatial)
+    logits: Tensor  # (B, C, *positions), of the pass before the update; detached
 
 
 class LearningRate(Protocol):
     """`(discrepancy or None) -> learning rate`."""
 
     def __call__(self, discrepancy: float | None, /) -> float: ...
+
+
+class SignalRate(Protocol):
+    """`(signals) -> learning rate`, or one for each of `signals.parameters` with `per_parameter = True`."""
+
+    def __call__(self, signals: Signals) -> float | Sequence[float]: ...
+
+
+AnyRate = LearningRate | SignalRate
+
+
+def takes_signals(rate: AnyRate) -> bool:
+    """Whether a rate asks for all signals, by the name or the type of its argument."""
+    try:
+        arguments = list(inspect.signature(rate).parameters.values())
+    except (TypeError, ValueError):  # a builtin without a signature
+        return False
+    if not arguments:
+        return False
+    name, kind = arguments[0].name, arguments[0].annotation
+    return name == "signals" or kind is Signals or (isinstance(kind, str) and kind.rpartition(".")[2] == "Signals")
+
+
+def ask(rate: AnyRate | None, signals: Signals) -> list[float]:
+    """The rate of every adapted parameter; all alike unless the rate gives each its own."""
+    if rate is None:
+        raise SettingError("a step needs a learning rate; pass Fixed(1e-3), for example")
+    question: Callable[[Any], Any] = rate
+    given = question(signals if takes_signals(rate) else signals.discrepancy)
+    if getattr(rate, "per_parameter", False):
+        rates = [float(each) for each in given]
+        if len(rates) != len(signals.parameters):
+            raise SettingError(
+                f"{type(rate).__name__} gives {len(rates)} rates for {len(signals.parameters)} adapted parameters"
+            )
+    else:
+        rates = [float(given)] * len(signals.parameters)
+    for each in rates:
+        if not (math.isfinite(each) and each >= 0):
+            raise NonFiniteError(f"the learning rate is {each} at discrepancy {signals.discrepancy}")
+    return rates
+
+
+def mean_rate(rates: Sequence[float]) -> float:
+    """One number for the log; exact where all are alike."""
+    return rates[0] if min(rates) == max(rates) else fmean(rates)
 
 
 @dataclass(frozen=True)

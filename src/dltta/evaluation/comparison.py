@@ -55,20 +55,20 @@ class PairedTest:
 def paired_test(first: Sequence[float], second: Sequence[float]) -> PairedTest:
     """Is `first` different from `second`, pair by pair?
 
-    Values that are all 0 or 1 (right and wrong answers) take McNemar's exact test, others Wilcoxon's signed-rank test.
-    Pairs with a `nan` are left out. No pair at all: p is `nan`. All pairs equal: p is 1. Few pairs are tested as they
-    are: below six different pairs neither test can reach p < 0.05.
+    Values that are all 0 or 1 (right and wrong predictions) take McNemar's exact test, others Wilcoxon's signed-rank
+    test. Pairs with a `nan` are left out. No pair at all: p is `nan`. All pairs equal: p is 1. Few pairs are tested as
+    they are: below six different pairs neither test can reach p < 0.05.
     """
     pairs = [(a, b) for a, b in zip(first, second, strict=True) if not math.isnan(a - b)]
     differences = [a - b for a, b in pairs if a != b]
     higher = sum(difference > 0 for difference in differences)
-    verdicts = bool(pairs) and all(value in (0.0, 1.0) for pair in pairs for value in pair)
+    right_or_wrong = bool(pairs) and all(value in (0.0, 1.0) for pair in pairs for value in pair)
     if not pairs:
         p = math.nan
     elif not differences:
         p = 1.0
-    elif verdicts:
+    elif right_or_wrong:
         p = float(stats.binomtest(higher, len(differences), 0.5).pvalue)
     else:
         p = float(stats.wilcoxon(differences).pvalue)
-    return PairedTest("mcnemar" if verdicts else "wilcoxon", p, len(pairs), higher, len(differences) - higher)
+    return PairedTest("mcnemar" if right_or_wrong else "wilcoxon", p, len(pairs), higher, len(differences) - higher)

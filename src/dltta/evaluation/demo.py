@@ -1,8 +1,8 @@
 """What `dltta demo` runs: synthetic hospitals, sized for two cores. A demonstration, not a benchmark."""
 
-from dltta.config import AdaptationSettings
 from dltta.data.phantom import SITES
 from dltta.evaluation.experiment import Experiment
+from dltta.recipes import Recipe
 from dltta.training import TrainingSettings
 
 TASKS = ("oct", "histology", "prostate")
@@ -57,7 +57,7 @@ def _histology(output: str, seed: int, quick: bool) -> Experiment:
         output=output,
         network="densenet_small",
         training=_training(4 if quick else 12, 16, None, seed, quick),
-        adaptation=AdaptationSettings(batch_size=16),
+        adaptation=Recipe(batch_size=16),
     )
 
 

@@ -1,4 +1,4 @@
-"""9 examples. Which images does the report show, and what did each method answer for them?"""
+"""9 examples. Which images does the report show, and what did each method predict for them?"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,10 +16,10 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Example:
-    """One image with the answers of several methods, by label (see `method_label`).
+    """One image with the predictions of several methods, by label (see `method_label`).
 
-    Segmentation: `label` and predictions are (*spatial) class values, `scores` the Dice of each answer. Classification:
-    `label` is () and predictions are (classes,) probabilities.
+    Segmentation: `label` and predictions are (*spatial) class values, `scores` the Dice of each prediction.
+    Classification: `label` is () and predictions are (classes,) probabilities.
     """
 
     name: str
@@ -32,36 +32,36 @@ class Example:
 
 
 class Keep:
-    """Collects the answers for chosen cases while a stream runs: `run_stream(..., collect=kept)`."""
+    """Collects the predictions for chosen cases while a stream runs: `run_stream(..., collect=kept)`."""
 
     def __init__(self, cases: Iterable[str]) -> None:
         self.names = frozenset(cases)
         self.cases: dict[str, Case] = {}
-        self.answers: dict[str, Array] = {}
+        self.predictions: dict[str, Array] = {}
         self.rows: dict[str, CaseRecord] = {}
 
-    def __call__(self, case: Case, answer: Tensor, row: CaseRecord) -> None:
+    def __call__(self, case: Case, prediction: Tensor, row: CaseRecord) -> None:
         if case.name in self.names:
             self.cases[case.name] = case
-            self.answers[case.name] = np.array(answer)
+            self.predictions[case.name] = np.array(prediction)
             self.rows[case.name] = row
 
 
 def gather_examples(kept: Mapping[str, Keep], classes: Sequence[str], *, axis: int = -1) -> list[Example]:
-    """One example per case of the first `Keep`, with the answers of every method; `kept` goes by method label."""
+    """One example per case of the first `Keep`, with the predictions of every method; `kept` goes by method label."""
     first = next(iter(kept.values()), None)
     cases = first.cases.values() if first else ()
     return [_example(case, kept, tuple(classes), axis) for case in cases]
 
 
 def _example(case: Case, kept: Mapping[str, Keep], classes: tuple[str, ...], axis: int) -> Example:
-    answered = {label: keep for label, keep in kept.items() if case.name in keep.answers}
-    metrics = {label: keep.rows[case.name].metrics for label, keep in answered.items()}
+    with_it = {label: keep for label, keep in kept.items() if case.name in keep.predictions}
+    metrics = {label: keep.rows[case.name].metrics for label, keep in with_it.items()}
     return Example(
         name=case.name,
         image=np.array(case.image),
         label=None if case.label is None else np.array(case.label),
-        predictions={label: keep.answers[case.name] for label, keep in answered.items()},
+        predictions={label: keep.predictions[case.name] for label, keep in with_it.items()},
         scores={label: values["dice"] for label, values in metrics.items() if "dice" in values},
         classes=classes,
         axis=axis,

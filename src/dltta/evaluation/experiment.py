@@ -3,7 +3,7 @@
 OUT/
   models/seed_0/…         one source model per seed; METHOD_TARGET_seed_0 for methods that learn with target images
   streams/KEY.json        one finished stream each; never run twice
-  examples/KEY.npz        answers for the cases that the report shows
+  examples/KEY.npz        predictions for the cases that the report shows
   results.json            everything, from which tables and report are made
   table.md table.tex table.csv report.html
 """
@@ -23,41 +23,40 @@ import numpy as np
 import torch
 
 from dltta.config import (
-    MATCHED,
-    METHODS,
-    RECOMMENDED,
-    UDA,
-    WITHOUT_RATE,
-    AdaptationSettings,
     default_architecture,
     default_preprocessing,
     make_adapter,
     make_uda,
     open_dataset,
-    require,
-    split_rate,
 )
 from dltta.data.case import Case, Cases, Dataset, Mapped
+from dltta.data.streams import SiteStream, split_stream, stream_order
 from dltta.errors import DataError, SettingError
-from dltta.evaluation import (
-    Example,
-    Keep,
-    Provenance,
-    Results,
-    Stream,
-    by_target,
-    checksum,
-    csv_text,
-    gather_examples,
-    latex,
-    markdown,
-    method_label,
-    run_stream,
-    write_report,
-)
+from dltta.evaluation.examples import Example, Keep, gather_examples
+from dltta.evaluation.formats import csv_text, latex, markdown
+from dltta.evaluation.provenance import Provenance, checksum
+from dltta.evaluation.report import write_report
+from dltta.evaluation.results import Results, StreamResult
+from dltta.evaluation.run import run_stream
+from dltta.evaluation.tables import by_target, method_label
 from dltta.files import write_atomically
-from dltta.models.io.checkpoint import Checkpoint, load_checkpoint, weights_checksum
-from dltta.predictor import SlidingWindows
+from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
+from dltta.models.io.fingerprint import fingerprint
+from dltta.models.io.opening import open_checkpoint
+from dltta.predictor import Predictor
+from dltta.recipes import (
+    MATCHED,
+    NO_RATE,
+    RECOMMENDED,
+    UDA,
+    WITHOUT_RATE,
+    Method,
+    Recipe,
+    Rule,
+    check_name,
+    recommended,
+    split_rate,
+)
 from dltta.training import SourceTraining, TrainingSettings
 from dltta.training.examples import gather, split_by_group
 from dltta.training.fit import Report
@@ -72,8 +71,8 @@ class Experiment:
     """Source × targets × methods × rates × seeds × orders.
 
     Sites are folders, below `root` if that is given, or names such as `phantom:…` (see `open_dataset`). `in_domain` is
-    where the unadapted network is scored at home: a site, "none", or the source cases kept for validation. Models,
-    streams and examples are kept in `work`, which several experiments may share, or else in `output`.
+    where the source model is scored at the source site: a site, "none", or the source cases kept for validation.
+    Models, streams and examples are kept in `work`, which several experiments may share, or else in `output`.
     """
 
     source: tuple[str, ...]
@@ -82,7 +81,7 @@ class Experiment:
     work: str | None = None
     root: str | None = None  # where it is does not decide what comes out: not part of the description
     in_domain: str = VALIDATION
-    methods: tuple[str, ...] = METHODS
+    methods: tuple[str, ...] = tuple(map(str, Method))
     rates: tuple[str, ...] = ("fixed", "dynamic")
     seeds: int = 1
     orders: int = 1
@@ -91,12 +90,12 @@ class Experiment:
     size: tuple[int, ...] | None = None
     examples: int = 3
     training: TrainingSettings = field(default_factory=TrainingSettings)
-    adaptation: AdaptationSettings = field(default_factory=AdaptationSettings)
+    adaptation: Recipe = field(default_factory=Recipe)  # what all methods but `recommended` share
     uda: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # settings of methods that learn with targets
 
     def __post_init__(self) -> None:
         for method in self.methods:
-            require("method", method, (*METHODS, *UDA))
+            check_name("method", method, (*Method, *UDA, RECOMMENDED))
         for method, settings in self.uda.items():
             make_uda(method, settings)
         for rate in self.rates:
@@ -122,6 +121,8 @@ class Experiment:
 
     def open(self, spec: str) -> Dataset:
         """A site by its name in this experiment."""
+        if (several := split_stream(spec)) is not None:
+            return SiteStream(tuple(map(self.open, several[1])), several[0])
         form, colon, folder = spec.rpartition(":")
         below_root = self.root is not None and form in ("", "slices")
         return open_dataset(f"{form}{colon}{Path(self.root or '', folder)}" if below_root else spec)
@@ -139,11 +140,22 @@ class Experiment:
         return jobs
 
     def _rates(self, method: str) -> tuple[str, ...]:
-        """Those of a method; without a loss there is none, but statistics may differ. Dynamic comes before matched."""
-        if method in WITHOUT_RATE:
-            recommended = method == "ptbn" and RECOMMENDED in self.rates
-            return ("none", RECOMMENDED) if recommended else ("none",)
+        """Those of a method; `recommended` brings its own. Dynamic comes before matched."""
+        if method in (*WITHOUT_RATE, RECOMMENDED):
+            return (NO_RATE,)
         return tuple(sorted(self.rates, key=lambda rate: rate == MATCHED))
+
+    def recipe(self, job: "Job") -> Recipe:
+        """What a stream is run with; a matched one's α is known once its dynamic stream has run."""
+        if job.method == RECOMMENDED:
+            return replace(recommended(), batch_size=self.adaptation.batch_size)
+        if job.rate == NO_RATE:
+            return replace(self.adaptation, method=job.method)
+        rule, alpha = split_rate(job.rate)
+        rule = Rule.FIXED if rule == MATCHED else rule
+        return replace(
+            self.adaptation, method=job.method, rate=rule, alpha=self.adaptation.alpha if alpha is None else alpha
+        )
 
 
 @dataclass(frozen=True)
@@ -170,19 +182,21 @@ class Bench:
     experiment: Experiment
     models: Mapping[str, str]  # by name: checksum of the weights
     data: Mapping[tuple[str, int], str]  # target and seed: checksum of the images as the network takes them
-    calibrations: Mapping[str, str | None]  # by name of the model
+    calibrations: Mapping[str, str]  # by name of the model: checksums of its networks' calibrations
+    trained_with: Mapping[str, Sequence[str]]  # losses of the source model and, if there is one, of TTT's network
 
     def key(self, job: Job) -> str:
         """A file name that changes when anything that decides the stream's outcome changes."""
+        recipe = self.experiment.recipe(job)
         decisive = [
             asdict(job),
-            self.experiment.adaptation.deciding(job.method, job.rate),
+            recipe.deciding(),
             self.experiment.training.seed,
             self.models[job.model],
             self.data[job.target, job.seed],
             __version__,
         ]
-        if self.experiment.adaptation.measures(job.rate):
+        if recipe.calibration_matters:
             decisive.append(self.calibrations.get(job.model))
         digest = sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:12]
         return f"{_file_name(job.target)}_{job.method}_{job.rate}_seed{job.seed}_order{job.order}_{digest}"
@@ -245,10 +259,14 @@ def prepare(
             report = listener.training(job.seed)
             weights[job.model] = _weights(train_uda(experiment, job, models[job.seed], device, report))
     measured = {
-        f"seed_{seed}": None if model.calibration is None else model.calibration.checksum()
+        f"seed_{seed}": "".join(
+            each.calibration.checksum() for each in (model, model.joint) if each and each.calibration
+        )
         for seed, model in models.items()
     }
-    return Bench(experiment, weights, _data(experiment, models), measured), models
+    networks = {"source": models[0], "ttt": models[0].joint}
+    losses = {name: network.record["losses"] for name, network in networks.items() if network is not None}
+    return Bench(experiment, weights, _data(experiment, models), measured, losses), models
 
 
 def train_source(experiment: Experiment, seed: int, device: str, report: Report) -> Checkpoint:
@@ -290,17 +308,17 @@ def run_job(bench: Bench, job: Job, device: str) -> None:
     """Run one stream and write it down; both files appear whole or not at all, the stream last."""
     experiment = bench.experiment
     checkpoint, dataset, order = open_stream(experiment, job, device)
-    settings = experiment.adaptation.for_task(checkpoint.task)
+    opened = open_checkpoint(checkpoint, job.model)
     shown = Keep(dataset[i].name for i in _shown(len(dataset), experiment.examples))
-    rate = job.rate if job.rate != MATCHED else f"fixed:{_dynamic_mean(bench, job, device)!r}"
-    adapter = make_adapter(checkpoint, job.method, rate, settings)
-    patch = experiment.training.patch
-    steps = adapter if patch is None else SlidingWindows(adapter, patch)
-    record = run_stream(steps, dataset, order, batch_size=settings.batch_size or 1, collect=shown)
+    recipe = experiment.recipe(job).resolved(opened.task, calibrated=opened.calibration is not None)
+    if job.rate == MATCHED:
+        recipe = replace(recipe, alpha=_dynamic_mean(bench, job, device))
+    predictor = Predictor(opened, make_adapter(opened, recipe))
+    record = run_stream(predictor, dataset, order, batch_size=recipe.batch_size or 1, collect=shown)
     source = "+".join(checkpoint.record["sites"])
-    stream = Stream.of(record, source=source, method=job.method, rate=job.rate, seed=job.seed, order=job.order)
+    stream = StreamResult.of(record, source=source, method=job.method, rate=job.rate, seed=job.seed, order=job.order)
     provenance = Provenance.collect(seeds=[job.seed], data={dataset.site: bench.data[job.target, job.seed]})
-    _save_answers(bench.example_file(job), shown)
+    _save_predictions(bench.example_file(job), shown)
     Results(asdict(job), provenance, (stream,)).write(bench.stream_file(job))
 
 
@@ -315,11 +333,11 @@ def _dynamic_mean(bench: Bench, job: Job, device: str) -> float:
 
 def open_stream(experiment: Experiment, job: Job, device: str) -> tuple[Checkpoint, Dataset, list[int]]:
     """The trained model, the images as it takes them, and the order in which they come."""
-    checkpoint = load_checkpoint(_model_folder(experiment, job.model))
+    checkpoint = load_checkpoint(_model_folder(experiment, job.model)).for_method(job.method)
     checkpoint.model.to(device)
     dataset = _dataset(experiment, job.target, job.seed, checkpoint)
-    order = np.random.default_rng([experiment.training.seed, job.order]).permutation(len(dataset)).tolist()
-    return checkpoint, dataset, order
+    site = dataset if job.target == VALIDATION else experiment.open(job.target)
+    return checkpoint, dataset, stream_order(site, np.random.default_rng([experiment.training.seed, job.order]))
 
 
 def collect_results(bench: Bench, jobs: Sequence[Job]) -> Results:
@@ -329,10 +347,10 @@ def collect_results(bench: Bench, jobs: Sequence[Job]) -> Results:
     seeds = tuple(bench.experiment.training.seed + seed for seed in range(bench.experiment.seeds))
     provenance = replace(single[0].provenance, seeds=seeds, data=data)
     streams = tuple(_untimed(stream) for result in single for stream in result.streams)
-    return Results(bench.experiment.describe(), provenance, streams)
+    return Results({**bench.experiment.describe(), "trained_with": bench.trained_with}, provenance, streams)
 
 
-def _untimed(stream: Stream) -> Stream:
+def _untimed(stream: StreamResult) -> StreamResult:
     return replace(stream, cases=tuple(replace(case, seconds=None) for case in stream.cases))
 
 
@@ -361,10 +379,10 @@ def training_curves(checkpoint: Checkpoint) -> dict[str, list[float]]:
     """What the report draws of source training: each loss by epoch."""
     curves: dict[str, list[float]] = {}
     for row in checkpoint.record.get("history", []):
-        if row["stage"] == "task":
-            for name in ("task", "rotation"):
-                if name in row:
-                    curves.setdefault(f"{name} loss", []).append(row[name])
+        if row["stage"] == "ttt":
+            curves.setdefault("rotation loss", []).append(row["rotation"])
+        elif row["stage"] == "task":
+            curves.setdefault("task loss", []).append(row["task"])
             if row["score"] is not None:
                 curves.setdefault(f"validation {checkpoint.record['metric']}", []).append(row["score"])
         else:
@@ -373,12 +391,12 @@ def training_curves(checkpoint: Checkpoint) -> dict[str, list[float]]:
 
 
 def gather_shown(bench: Bench, jobs: Sequence[Job], checkpoint: Checkpoint) -> list[Example]:
-    """The examples of the first target, seed and order, with every method's answer."""
+    """The examples of the first target, seed and order, with every method's prediction."""
     target = bench.experiment.targets[0]
     first = [job for job in jobs if (job.target, job.seed, job.order) == (target, 0, 0)]
     dataset = _dataset(bench.experiment, target, 0, checkpoint)
     cases = {dataset[i].name: dataset[i] for i in _shown(len(dataset), bench.experiment.examples)}
-    kept = {method_label(job.method, job.rate): _load_answers(bench, job, cases) for job in first}
+    kept = {method_label(job.method, job.rate): _load_predictions(bench, job, cases) for job in first}
     return gather_examples(kept, dataset.classes)
 
 
@@ -408,11 +426,8 @@ def _data(experiment: Experiment, models: Mapping[int, Checkpoint]) -> dict[tupl
 
 
 def _weights(checkpoint: Checkpoint) -> str:
-    """Checksum of the network and its auxiliary parts."""
-    parts = [checkpoint.model]
-    parts += [checkpoint.rotation.head] if checkpoint.rotation else []
-    parts += [checkpoint.reconstructions.autoencoders] if checkpoint.reconstructions else []
-    return weights_checksum(*parts)
+    """Checksum of the networks and their auxiliary parts."""
+    return fingerprint(*checkpoint.modules())
 
 
 def _check_sites(experiment: Experiment) -> None:
@@ -449,19 +464,19 @@ def _model_folder(experiment: Experiment, model: str) -> Path:
 
 
 def _file_name(target: str) -> str:
-    return Path(target).name.replace(":", "-")
+    return "-".join(Path(site).name for site in target.split(",")).replace(":", "-")
 
 
-def _save_answers(path: Path, kept: Keep) -> None:
+def _save_predictions(path: Path, kept: Keep) -> None:
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, allow_pickle=False, **kept.answers)
+    np.savez_compressed(buffer, allow_pickle=False, **kept.predictions)
     write_atomically(path, buffer.getvalue())
 
 
-def _load_answers(bench: Bench, job: Job, cases: Mapping[str, Case]) -> Keep:
+def _load_predictions(bench: Bench, job: Job, cases: Mapping[str, Case]) -> Keep:
     kept = Keep(cases)
     rows = {row.case: row for row in Results.load(bench.stream_file(job)).streams[0].cases}
     with np.load(bench.example_file(job)) as saved:
         for name, case in cases.items():
-            kept.cases[name], kept.rows[name], kept.answers[name] = case, rows[name], saved[name]
+            kept.cases[name], kept.rows[name], kept.predictions[name] = case, rows[name], saved[name]
     return kept

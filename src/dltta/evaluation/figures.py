@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from dltta.evaluation.results import SOURCE, Results, Stream, summarize
+from dltta.evaluation.results import SOURCE, Results, StreamResult, summarize
 from dltta.evaluation.tables import NAMES, PLAIN_RATES, Pair, gains, method_label, methods
 from dltta.metrics import DISTANCES
 
@@ -93,7 +93,7 @@ def case_gain_chart(results: Results, pair: Pair, metric: str) -> str:
     """Gain over the source of every case, a row per method; cases made worse stand out, their share is written out."""
     rows = [(m, r, list(gains(results, pair, m, r, metric).values())) for m, r in methods(results) if m != SOURCE]
     rows = [row for row in rows if row[2]]
-    draw = _verdict_row if metric == "accuracy" else _strip_row
+    draw = _right_wrong_row if metric == "accuracy" else _strip_row
     with _style(f"cases {pair} {metric}"):
         figure, axes = _canvas(0.75 + 0.42 * max(1, len(rows)))
         for place, (method, _, values) in enumerate(rows):
@@ -175,7 +175,7 @@ def _gains_by_method(results: Results, pair: Pair, metric: str) -> dict[str, dic
     return shown
 
 
-def _along(streams: Iterable[Stream], quantity: Quantity) -> list[Point]:
+def _along(streams: Iterable[StreamResult], quantity: Quantity) -> list[Point]:
     """A value at each position of the stream; positions without one are left out."""
     columns: dict[int, list[float]] = {}
     for stream in streams:
@@ -215,7 +215,7 @@ def _scale(metric: str) -> float:
 
 
 def _style(name: str) -> AbstractContextManager[None]:
-    """Our look for the time of one drawing; the name keeps the ids of several drawings on one page apart."""
+    """Our style for the time of one drawing; the name keeps the ids of several drawings on one page apart."""
     return matplotlib.rc_context({**STYLE, "svg.hashsalt": name})
 
 
@@ -249,8 +249,8 @@ def _strip_row(axes: Axes, place: int, values: Sequence[float], color: str, scal
     axes.plot([mean, mean], [place - 0.34, place + 0.34], color=INK, linewidth=2)
 
 
-def _verdict_row(axes: Axes, place: int, values: Sequence[float], color: str, scale: float) -> None:
-    """Right and wrong answers: newly wrong to the left, newly right to the right."""
+def _right_wrong_row(axes: Axes, place: int, values: Sequence[float], color: str, scale: float) -> None:
+    """Right and wrong predictions: newly wrong to the left, newly right to the right."""
     axes.barh(place, sum(min(value, 0.0) for value in values) / len(values) * scale, color=BAD, height=0.5)
     axes.barh(place, sum(max(value, 0.0) for value in values) / len(values) * scale, color=color, height=0.5)
 

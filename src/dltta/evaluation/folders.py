@@ -21,11 +21,11 @@ Progress = Callable[[int, int], None]
 def score_folders(predictions: Path, labels: Path, *, progress: Progress = lambda done, total: None) -> StreamRecord:
     """Score masks against masks of the same name, or a table of probabilities against `labels.csv`.
 
-    `labels` is a site's `labelsTr` (its `dataset.json` names the classes) or `labels.csv`; every label needs an
-    answer.
+    `labels` is a site's `labelsTr` (its `dataset.json` names the classes) or `labels.csv`; every label needs a
+    prediction. A table may be given by the folder of its `predictions.csv`.
     """
     if labels.is_file():
-        return _score_table(predictions, labels)
+        return _score_table(predictions / "predictions.csv" if predictions.is_dir() else predictions, labels)
     if not labels.is_dir():
         raise DataError(f"there is no {labels}; give a folder of masks or a labels.csv")
     return _score_masks(predictions, labels, progress)
@@ -79,11 +79,11 @@ def _score_table(predictions: Path, labels: Path) -> StreamRecord:
     unknown = sorted(set(truth.values()) - set(classes))
     if unknown:
         raise DataError(f"{predictions} has no column for class {unknown[0]!r}; it has {', '.join(classes) or 'none'}")
-    answered = {row["image"]: [_number(row[name], predictions) for name in classes] for row in rows}
-    missing = sorted(truth.keys() - answered.keys())
+    predicted = {row["image"]: [_number(row[name], predictions) for name in classes] for row in rows}
+    missing = sorted(truth.keys() - predicted.keys())
     if missing:
         raise DataError(f"{predictions} has no line for {missing[0]!r}; every labeled image needs one")
-    probabilities = torch.tensor([answered[name] for name in truth], dtype=torch.float64)
+    probabilities = torch.tensor([predicted[name] for name in truth], dtype=torch.float64)
     values = torch.tensor([classes.index(label) for label in truth.values()])
     cases = tuple(
         CaseRecord(name, labels.parent.name, {"accuracy": float(row.argmax() == value)}, None, label=int(value))

@@ -13,7 +13,7 @@ NOT_RUN = "–"
 LATEX_SPECIAL = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "→": r"$\rightarrow$",
     "↑": r"$\uparrow$", "↓": r"$\downarrow$", "±": r"$\pm$", "−": "$-$", "†": r"$^{\dagger}$", "‡": r"$^{\ddagger}$",
-    "–": "--", **{letter: f"\\{letter}" for letter in "&%$#_{}"},
+    "–": "--", "§": r"\S", **{letter: f"\\{letter}" for letter in "&%$#_{}"},
 }  # fmt: skip
 
 
@@ -55,13 +55,14 @@ def csv_text(table: Table) -> str:
 
 def rich_table(table: Table) -> RichTable:
     """The table for a terminal."""
-    shown = RichTable(title=table.title, caption="\n".join(table.notes), title_justify="left", caption_justify="left")
+    title, notes = Text(table.title, "table.title"), Text("\n".join(table.notes), "table.caption")
+    shown = RichTable(title=title, caption=notes, title_justify="left", caption_justify="left")
     shown.add_column("Method", no_wrap=True)
     for head in headings(table):
         shown.add_column(Text(head), justify="right")
     for row in table.rows:
         cells = [_rich_cell(cell, column) for cell, column in zip(row.cells, table.columns, strict=True)]
-        shown.add_row(Text(row.label), *cells, *extras(row, table))
+        shown.add_row(Text(row.label), *cells, *map(Text, extras(row, table)))
     return shown
 
 
@@ -101,7 +102,7 @@ def signed(number: str) -> str:
 
 def mark(cell: Cell) -> str:
     """The sign of significance, or nothing."""
-    return MARKS[cell.verdict] if cell.verdict else ""
+    return MARKS[cell.significance] if cell.significance else ""
 
 
 def share(fraction: float) -> str:

@@ -5,11 +5,21 @@ from dataclasses import dataclass
 
 from dltta.evaluation.comparison import worst_site
 from dltta.evaluation.results import SOURCE, Results, summarize
-from dltta.evaluation.tables import Column, Pair, gains, method_label, methods, metric_word, primary_metric, targets
+from dltta.evaluation.tables import (
+    Column,
+    Pair,
+    gains,
+    method_label,
+    methods,
+    metric_word,
+    primary_metric,
+    targets,
+)
 from dltta.metrics import mean_defined
 
-Entry = tuple[str, str]  # method, rate
-NO_ADAPTATION: Entry = (SOURCE, "none")
+MethodRate = tuple[str, str]  # method, rate
+NO_ADAPTATION: MethodRate = (SOURCE, "none")
+SIMPLEST_FIRST = (SOURCE, "ptbn", "tent", "ttt", "atta")  # methods not named here come after these
 
 
 @dataclass(frozen=True)
@@ -18,9 +28,9 @@ class Finding:
 
     metric: str
     pair: Pair
-    home: float | None  # the source model at its own site
-    away: float | None  # the source model at the target
-    best: Entry | None  # the best adapted method at the target
+    at_source: float | None  # the source model at the source site
+    at_target: float | None  # the source model at the target site
+    best: MethodRate | None  # the best adapted method at the target
     reached: float  # by the best method
 
 
@@ -39,12 +49,12 @@ def find(results: Results) -> Finding | None:
         return None
     reached = {entry: _mean(results, pair, entry, metric) for entry in methods(results) if entry[0] != SOURCE}
     values = {entry: value for entry, value in reached.items() if value is not None}
-    home = _mean(results, (pair[0], pair[0]), NO_ADAPTATION, metric) if pair[0] != pair[1] else None
-    away = _mean(results, pair, NO_ADAPTATION, metric)
-    if away is None and not values:
+    at_source = _mean(results, (pair[0], pair[0]), NO_ADAPTATION, metric) if pair[0] != pair[1] else None
+    at_target = _mean(results, pair, NO_ADAPTATION, metric)
+    if at_target is None and not values:
         return None
-    best = max(values, key=lambda entry: values[entry]) if values else None
-    return Finding(metric, pair, home, away, best, values[best] if best else math.nan)
+    best = max(values, key=lambda entry: (_shown(values[entry]), -_complexity(entry))) if values else None
+    return Finding(metric, pair, at_source, at_target, best, values[best] if best else math.nan)
 
 
 def sentences(results: Results) -> list[str]:
@@ -56,18 +66,23 @@ def sentences(results: Results) -> list[str]:
     return list(filter(None, [*said, _rates(results, finding), _everywhere(results, finding)]))
 
 
+def _complexity(entry: MethodRate) -> int:
+    """The place of a method in the order of simplicity; rates are already in that order (`methods`)."""
+    return SIMPLEST_FIRST.index(entry[0]) if entry[0] in SIMPLEST_FIRST else len(SIMPLEST_FIRST)
+
+
 def _fall(finding: Finding) -> str:
     title, target = metric_word(finding.metric), finding.pair[1]
-    if finding.away is None:
+    if finding.at_target is None:
         return f"At {target} the source model was not run"
-    if finding.home is None:
-        return f"Without adaptation {title} is {_points(finding.away)} at {target}"
+    if finding.at_source is None:
+        return f"Without adaptation {title} is {_points(finding.at_target)} at {target}"
     if _loss(finding) > 0:
-        fell = f"falls from {_points(finding.home)} at {finding.pair[0]} to {_points(finding.away)} at {target}"
-        return f"Without adaptation {title} {fell}"
+        before, after = _points(finding.at_source), _points(finding.at_target)
+        return f"Without adaptation {title} falls from {before} at {finding.pair[0]} to {after} at {target}"
     return (
         f"Without adaptation {title} does not fall: "
-        f"{_points(finding.home)} at {finding.pair[0]}, {_points(finding.away)} at {target}"
+        f"{_points(finding.at_source)} at {finding.pair[0]}, {_points(finding.at_target)} at {target}"
     )
 
 
@@ -75,11 +90,11 @@ def _win(finding: Finding) -> str:
     if finding.best is None:
         return "."
     label = method_label(*finding.best)
-    if finding.away is None:
+    if finding.at_target is None:
         return f"; the best method, {label}, reaches {_points(finding.reached)}."
-    gain = _shown(finding.reached - finding.away)
+    gain = _shown(finding.reached - finding.at_target)
     if gain > 0:
-        verb = "wins back" if finding.home is not None and _loss(finding) > 0 else "gains"
+        verb = "wins back" if finding.at_source is not None and _loss(finding) > 0 else "gains"
         return f"; the best method, {label}, {verb} {gain:.1f} points and reaches {_points(finding.reached)}."
     lost = f"loses {-gain:.1f} points" if gain < 0 else "changes nothing"
     return f"; no method improves on that: the best, {label}, {lost}."
@@ -97,7 +112,7 @@ def _harm(results: Results, finding: Finding) -> str:
 
 def _losers(results: Results, finding: Finding) -> str:
     """Methods that harm on average, when the best one does not."""
-    if finding.away is None or _shown(finding.reached - finding.away) <= 0:
+    if finding.at_target is None or _shown(finding.reached - finding.at_target) <= 0:
         return ""
     changes = {entry: _change(results, finding.pair, entry, NO_ADAPTATION) for entry in methods(results)}
     losses = {entry: -change for entry, change in changes.items() if change is not None and change < 0}
@@ -136,21 +151,21 @@ def _everywhere(results: Results, finding: Finding) -> str:
     )
 
 
-def _change(results: Results, pair: Pair, entry: Entry, baseline: Entry) -> float | None:
+def _change(results: Results, pair: Pair, entry: MethodRate, baseline: MethodRate) -> float | None:
     """Points that one method is ahead of another at a target."""
     metric = primary_metric(results)
     value, start = _mean(results, pair, entry, metric), _mean(results, pair, baseline, metric)
     return None if value is None or start is None else _shown(value - start)
 
 
-def _mean(results: Results, pair: Pair, entry: Entry, metric: str) -> float | None:
+def _mean(results: Results, pair: Pair, entry: MethodRate, metric: str) -> float | None:
     streams = results.select(*pair, *entry)
     mean = summarize(streams, metric).mean if streams else math.nan
     return None if math.isnan(mean) else mean
 
 
 def _loss(finding: Finding) -> float:
-    return _shown((finding.home or 0.0) - (finding.away or 0.0))
+    return _shown((finding.at_source or 0.0) - (finding.at_target or 0.0))
 
 
 def _shown(fraction: float) -> float:

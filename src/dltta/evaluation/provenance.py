@@ -59,10 +59,10 @@ def _commit() -> str | None:
 def _git(*arguments: str, folder: Path) -> str | None:
     command = ["git", "-C", str(folder), *arguments]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return answer.stdout.strip() or None
+    return finished.stdout.strip() or None
 
 
 def _packages() -> dict[str, str]:

@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from dltta.evaluation import figures, formats, pictures
+from dltta.evaluation import figures, formats, rendering
 from dltta.evaluation.examples import Example
 from dltta.evaluation.headline import Finding, find, hardest_pair, sentences
 from dltta.evaluation.results import SOURCE, Results
@@ -22,6 +22,7 @@ from dltta.evaluation.tables import (
     Table,
     by_metric,
     by_target,
+    count_decisions,
     method_label,
     methods,
     metric_title,
@@ -59,6 +60,7 @@ def render_report(
         _tables_section(results),
         _gain_section(results),
         _examples_section(examples),
+        _decisions_section(results),
         _stream_section(results, pair),
         _training_section(training or {}),
         _provenance_section(results),
@@ -92,8 +94,8 @@ def _numbers(finding: Finding) -> str:
     title, (source, target) = metric_title(finding.metric), finding.pair
     best = f"{title} at {target} with {method_label(*finding.best)}" if finding.best else ""
     shown = [
-        (finding.home, f"{title} at {source}, where the model was trained"),
-        (finding.away, f"{title} at {target} without adaptation"),
+        (finding.at_source, f"{title} at {source}, the source site"),
+        (finding.at_target, f"{title} at {target} without adaptation"),
         (finding.reached if finding.best else None, best),
     ]
     items = [
@@ -105,13 +107,13 @@ def _numbers(finding: Finding) -> str:
 def _tables_section(results: Results) -> str:
     if not any(stream.metrics for stream in results.streams):
         return ""
-    away = targets(results)
-    if len(away) == 1:
-        parts = [_table(by_metric(results, away[0]))]
+    sites = targets(results)
+    if len(sites) == 1:
+        parts = [_table(by_metric(results, sites[0]))]
     else:
-        folded = [_folded(_arrow(pair), _table(by_metric(results, pair))) for pair in away]
+        folded = [_folded(_arrow(pair), _table(by_metric(results, pair))) for pair in sites]
         parts = [_table(by_target(results)), *folded]
-    parts.extend(_per_class(results, pair) for pair in away)
+    parts.extend(_per_class(results, pair) for pair in sites)
     return _section("Results", *parts)
 
 
@@ -128,7 +130,7 @@ def _gain_section(results: Results) -> str:
     metric = primary_metric(results)
     if all(method == SOURCE for method, _ in methods(results)) or not results.streams:
         return ""
-    title = "Answers that changed" if metric == "accuracy" else "Gain of every case"
+    title = "Predictions that changed" if metric == "accuracy" else "Gain of every case"
     charts = []
     for pair in targets(results):
         charts.append(_chart(f"Gain in {metric_word(metric)}", _arrow(pair), figures.gain_chart(results, pair, metric)))
@@ -161,6 +163,21 @@ def _stream_charts(results: Results, pair: Pair) -> list[str]:
     return [_chart(title, _arrow(pair), svg) for title, svg in drawn.items() if svg is not None]
 
 
+def _decisions_section(results: Results) -> str:
+    """What the guard decided at the targets and why, as counts."""
+    rows = count_decisions(results, targets(results))
+    if not rows:
+        return ""
+    heads = "".join(f'<th scope="col">{head}</th>' for head in ("Method", "Decision", "Reason", "Cases"))
+    lines = [
+        f'<tr><th scope="row">{escape(row.label)}</th><td>{escape(row.decision)}</td>'
+        f"<td>{escape(row.reason or formats.NOT_RUN)}</td><td>{row.cases}</td></tr>\n"
+        for row in rows
+    ]
+    table = f'<div class="scroll"><table><thead><tr>{heads}</tr></thead>\n<tbody>{"".join(lines)}</tbody></table></div>'
+    return _section("Decisions of the guard", table)
+
+
 def _training_section(training: Mapping[str, Sequence[float]]) -> str:
     charts = [_chart(name, "", figures.training_chart(name, values)) for name, values in training.items() if values]
     return _section("Source training", _grid(charts)) if charts else ""
@@ -182,35 +199,35 @@ def _provenance_section(results: Results) -> str:
 def _examples_section(examples: Sequence[Example]) -> str:
     if not examples:
         return ""
-    if all(answer.ndim == 1 for answer in examples[0].predictions.values()):
+    if all(prediction.ndim == 1 for prediction in examples[0].predictions.values()):
         return _section("Examples", f'<div class="tiles square">{"".join(map(_patch, examples))}</div>')
-    note = "Top: the image and the answers. Bottom: the ground truth and where each answer is wrong."
+    note = "Top: the image and the predictions. Bottom: the ground truth and where each prediction is wrong."
     return _section("Examples", f'<p class="note">{note}</p>', _keys(examples), *map(_segmented, examples))
 
 
 def _segmented(example: Example) -> str:
-    place = pictures.slice_of(example)
+    place = rendering.slice_of(example)
     heading = example.name if place is None else f"{example.name}, slice {place}"
-    tiles = [_truth_tile(example), *(_answer_tile(example, label) for label in example.predictions)]
-    shape = pictures.image_picture(example).shape
+    tiles = [_truth_tile(example), *(_prediction_tile(example, label) for label in example.predictions)]
+    shape = rendering.render_image(example).shape
     ratio = shape[1] / shape[0]
     layout = "wide" if ratio > 1.8 else "medium" if ratio > 1.2 else "square"
     return f'<h3>{escape(heading)}</h3>\n<div class="tiles {layout}">{"".join(tiles)}</div>'
 
 
 def _truth_tile(example: Example) -> str:
-    images = [_image(pictures.image_picture(example), f"Image {example.name}")]
+    images = [_image(rendering.render_image(example), f"Image {example.name}")]
     if example.label is not None:
-        truth = pictures.overlay_picture(example, example.label)
+        truth = rendering.render_overlay(example, example.label)
         images.append(_image(truth, f"Ground truth of {example.name}"))
     return f"<figure>{''.join(images)}<figcaption><b>Image, ground truth</b></figcaption></figure>"
 
 
-def _answer_tile(example: Example, label: str) -> str:
-    answer = example.predictions[label]
-    images = [_image(pictures.overlay_picture(example, answer), f"Answer of {label} for {example.name}")]
+def _prediction_tile(example: Example, label: str) -> str:
+    prediction = example.predictions[label]
+    images = [_image(rendering.render_overlay(example, prediction), f"Prediction of {label} for {example.name}")]
     if example.label is not None:
-        images.append(_image(pictures.error_picture(example, answer), f"Errors of {label} for {example.name}"))
+        images.append(_image(rendering.render_errors(example, prediction), f"Errors of {label} for {example.name}"))
     score = example.scores.get(label, math.nan)
     said = "" if math.isnan(score) else f" Dice {100 * score:.1f}"
     return f"<figure>{''.join(images)}<figcaption><b>{escape(label)}</b>{said}</figcaption></figure>"
@@ -220,14 +237,14 @@ def _patch(example: Example) -> str:
     truth = None if example.label is None else int(example.label)
     lines = []
     for label, chances in example.predictions.items():
-        answer = int(chances.argmax())
-        verdict = "" if truth is None else "right" if answer == truth else "wrong"
-        said = f"{_class_name(example, answer)} {100 * float(chances[answer]):.0f}%"
-        sign = {"right": " ✓", "wrong": " ✗", "": ""}[verdict]
-        lines.append(f'<dt>{escape(label)}</dt><dd class="{verdict}">{escape(said)}{sign}</dd>')
+        predicted = int(chances.argmax())
+        outcome = "" if truth is None else "right" if predicted == truth else "wrong"
+        said = f"{_class_name(example, predicted)} {100 * float(chances[predicted]):.0f}%"
+        sign = {"right": " ✓", "wrong": " ✗", "": ""}[outcome]
+        lines.append(f'<dt>{escape(label)}</dt><dd class="{outcome}">{escape(said)}{sign}</dd>')
     known = "" if truth is None else f"<b>{escape(_class_name(example, truth))}</b> "
-    image = _image(pictures.image_picture(example), f"Patch {example.name}")
-    caption = f'<figcaption>{known}{escape(example.name)}<dl class="answers">{"".join(lines)}</dl></figcaption>'
+    image = _image(rendering.render_image(example), f"Patch {example.name}")
+    caption = f'<figcaption>{known}{escape(example.name)}<dl class="predictions">{"".join(lines)}</dl></figcaption>'
     return f"<figure>{image}{caption}</figure>"
 
 
@@ -237,14 +254,14 @@ def _class_name(example: Example, value: int) -> str:
 
 def _keys(examples: Sequence[Example]) -> str:
     """What the colors mean."""
-    classes = [(name, pictures.class_color(value)) for value, name in enumerate(examples[0].classes) if value > 0]
-    errors = [("missed", pictures.MISSED), ("invented", pictures.INVENTED)]
+    classes = [(name, rendering.class_color(value)) for value, name in enumerate(examples[0].classes) if value > 0]
+    errors = [("missed", rendering.MISSED), ("invented", rendering.INVENTED)]
     if len(classes) != 1:
-        errors.append(("confused with another structure", pictures.CONFUSED))
+        errors.append(("confused with another structure", rendering.CONFUSED))
     return _key("Structures:", classes) + _key("Errors:", errors)
 
 
-def _key(title: str, items: Iterable[tuple[str, pictures.Color]]) -> str:
+def _key(title: str, items: Iterable[tuple[str, rendering.Color]]) -> str:
     listed = [f'<li><i style="background:rgb{color}"></i>{escape(name)}</li>' for name, color in items]
     return f'<ul class="key"><li>{title}</li>{"".join(listed)}</ul>' if listed else ""
 
@@ -274,8 +291,8 @@ def _chart(title: str, where: str, svg: str) -> str:
     return f'<figure class="chart">{caption}<div role="img" aria-label="{escape(described)}">{svg}</div></figure>\n'
 
 
-def _image(picture: pictures.Picture, alt: str) -> str:
-    return f'<img src="{pictures.png_uri(picture)}" alt="{escape(alt)}">'
+def _image(rendered: rendering.Rendering, alt: str) -> str:
+    return f'<img src="{rendering.png_uri(rendered)}" alt="{escape(alt)}">'
 
 
 def _table(table: Table) -> str:
@@ -302,7 +319,7 @@ def _table_cell(cell: Cell | None, column: Column) -> str:
     mean, _, spread = formats.value(cell, column).partition(" ± ")
     best = ' class="best"' if cell.best else ""
     sd = f' <span class="sd">± {spread}</span>' if spread else ""
-    mark = f'<span class="mark">{formats.mark(cell)}</span>' if cell.verdict else ""
+    mark = f'<span class="mark">{formats.mark(cell)}</span>' if cell.significance else ""
     return f"<td><span{best}>{mean}</span>{sd}{mark}{_table_gain(cell, column)}</td>"
 
 

@@ -19,14 +19,14 @@ from dltta.evaluation.run import CaseRecord, StreamRecord
 from dltta.files import write_atomically
 from dltta.metrics import Unit, mean_defined
 
-SCHEMA = 1
+SCHEMA = 2
 SOURCE = "source"  # the method that does not adapt, against which gains are measured
 
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Stream(StreamRecord):
+class StreamResult(StreamRecord):
     """A stream and what makes it different from the others of an experiment."""
 
     source: str
@@ -38,7 +38,7 @@ class Stream(StreamRecord):
     @classmethod
     def of(
         cls, record: StreamRecord, *, source: str, method: str, rate: str, seed: int = 0, order: int = 0
-    ) -> "Stream":
+    ) -> "StreamResult":
         """The record of a run with its place in the experiment."""
         return cls(
             target=record.target, task=record.task, metrics=record.metrics, cases=record.cases,
@@ -68,7 +68,7 @@ class Results:
 
     config: Mapping[str, Any]
     provenance: Provenance
-    streams: tuple[Stream, ...]
+    streams: tuple[StreamResult, ...]
 
     def __post_init__(self) -> None:
         seen = set()
@@ -81,7 +81,7 @@ class Results:
     @property
     def summary(self) -> tuple[SummaryRow, ...]:
         """Means over streams, in the order in which methods and metrics first appear."""
-        groups: dict[tuple[str, str, str, str], list[Stream]] = {}
+        groups: dict[tuple[str, str, str, str], list[StreamResult]] = {}
         for stream in self.streams:
             groups.setdefault((stream.source, stream.target, stream.method, stream.rate), []).append(stream)
         return tuple(
@@ -90,7 +90,7 @@ class Results:
             for metric in dict.fromkeys(name for stream in streams for name in stream.metrics)
         )
 
-    def select(self, source: str, target: str, method: str, rate: str) -> tuple[Stream, ...]:
+    def select(self, source: str, target: str, method: str, rate: str) -> tuple[StreamResult, ...]:
         """The streams that are summarized together: every seed and order of one method."""
         wanted = (source, target, method, rate)
         return tuple(s for s in self.streams if (s.source, s.target, s.method, s.rate) == wanted)
@@ -105,7 +105,7 @@ class Results:
             "summary": [_without_none(asdict(row)) for row in self.summary],
         }
         try:
-            text = json.dumps(_strict(document), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+            text = json.dumps(strict(document), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
         except TypeError as error:
             raise SettingError(
                 f"the results cannot be written as JSON: {error}; use numbers, text, lists and dicts"
@@ -125,7 +125,7 @@ class Results:
             raise DataError(f"{path} is not a results file: {error}; `dltta bench` writes one") from error
 
 
-def summarize(streams: Iterable[Stream], metric: str) -> SummaryRow:
+def summarize(streams: Iterable[StreamResult], metric: str) -> SummaryRow:
     """Mean over the streams of one source, target, method and rate."""
     streams = list(streams)
     first = streams[0]
@@ -133,13 +133,13 @@ def summarize(streams: Iterable[Stream], metric: str) -> SummaryRow:
     row = SummaryRow(
         first.source, first.target, first.method, first.rate, metric, mean_defined(values), _sd(values), len(values)
     )
-    if len(streams) > 1 or first.task == "classification":  # right and wrong answers have no sd worth a table
+    if len(streams) > 1 or first.task == "classification":  # right and wrong predictions have no sd worth a table
         return row
     per_case = [value for case in first.cases if not math.isnan(value := case.metrics.get(metric, math.nan))]
     return SummaryRow(**{**asdict(row), "case_sd": _sd(per_case), "cases": len(per_case)})
 
 
-def case_means(streams: Iterable[Stream], metric: str) -> dict[tuple[str, str], float]:
+def case_means(streams: Iterable[StreamResult], metric: str) -> dict[tuple[str, str], float]:
     """Each case's value, averaged over streams; cases that never define it are left out."""
     values: dict[tuple[str, str], list[float]] = {}
     for stream in streams:
@@ -156,12 +156,12 @@ def _sd(values: list[float]) -> float:
 # ---- to JSON
 
 
-def _strict(value: Any) -> Any:
+def strict(value: Any) -> Any:
     """The same value with `null` for whatever JSON has no number for."""
     if isinstance(value, Mapping):
-        return {str(key): _strict(item) for key, item in value.items()}
+        return {str(key): strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
+        return [strict(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -169,7 +169,7 @@ def _without_none(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if value is not None}
 
 
-def _stream_to_json(stream: Stream) -> dict[str, Any]:
+def _stream_to_json(stream: StreamResult) -> dict[str, Any]:
     names = ("source", "target", "method", "rate", "seed", "order", "task", "unit", "undefined", "metrics")
     head = {name: getattr(stream, name) for name in names}
     rows = [_without_none({item.name: getattr(case, item.name) for item in fields(case)}) for case in stream.cases]
@@ -209,9 +209,9 @@ def _provenance_from_json(record: Any) -> Provenance:
     )
 
 
-def _stream_from_json(record: Any, where: str) -> Stream:
+def _stream_from_json(record: Any, where: str) -> StreamResult:
     cases = _take(record, "cases", list, where)
-    return Stream(
+    return StreamResult(
         source=_take(record, "source", str, where),
         target=_take(record, "target", str, where),
         method=_take(record, "method", str, where),
@@ -238,7 +238,8 @@ def _case_from_json(record: Any, where: str) -> CaseRecord:
         label=_maybe(record, "label", int, where),
         prediction=_maybe(record, "prediction", int, where),
         probabilities=_probabilities(record, where),
-        guard=_maybe(record, "guard", str, where),
+        decision=_maybe(record, "decision", str, where),
+        reason=_maybe(record, "reason", str, where),
     )
 
 

@@ -1,4 +1,4 @@
-"""8 run over a stream. What did an adapter answer, case by case, and how good was it?
+"""8 run over a stream. What did an adapter predict, case by case, and how good was it?
 
 The only place where labels meet predictions: the adapter is handed images and names, nothing else.
 """
@@ -13,36 +13,18 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from dltta.core.step import Step
 from dltta.data.case import Case, Dataset, Task
 from dltta.errors import DataError, SettingError
 from dltta.metrics import Unit, mean_defined, score_classification, score_segmentation
 from dltta.models.predictions import most_likely, probabilities
-from dltta.quality.guard import Ruling
-
-
-class Answer(Protocol):
-    """What one step of a stream gives back; None where the method has no loss, memory, update or guard."""
-
-    @property
-    def logits(self) -> Tensor: ...
-
-    @property
-    def loss(self) -> float | None: ...
-
-    @property
-    def discrepancy(self) -> float | None: ...
-
-    @property
-    def rate(self) -> float | None: ...
-
-    @property
-    def ruling(self) -> Ruling | None: ...
+from dltta.quality.guarded import decision_of
 
 
 class Steps(Protocol):
-    """Anything that answers a stream batch by batch, such as `Adapter`."""
+    """Anything that predicts a stream batch by batch, such as `Predictor`."""
 
-    def step(self, x: Tensor, *, case: str) -> Answer: ...
+    def step(self, x: Tensor, *, case: str) -> Step: ...
 
 
 @dataclass(frozen=True)
@@ -61,7 +43,8 @@ class CaseRecord:
     label: int | None = None  # these three in classification only
     prediction: int | None = None
     probabilities: tuple[float, ...] | None = None
-    guard: str | None = None  # its verdict
+    decision: str | None = None  # of the guard, an `Outcome`
+    reason: str | None = None  # for the decision, a `Reason`
 
     @property
     def key(self) -> tuple[str, str]:
@@ -91,7 +74,7 @@ class StreamRecord:
 
 
 Progress = Callable[[int, int], None]  # cases done, cases in all
-Collect = Callable[[Case, Tensor, CaseRecord], None]  # the case, its answer as `answers` gives it, its row
+Collect = Callable[[Case, Tensor, CaseRecord], None]  # the case, its prediction as `predicted` gives it, its row
 
 
 def run_stream(
@@ -111,17 +94,17 @@ def run_stream(
         started = time.perf_counter()
         step = adapter.step(_stack(cases), case=_batch_name(cases))
         seconds = (time.perf_counter() - started) / len(cases)
-        for position, (case, answer) in enumerate(zip(cases, answers(step.logits, dataset), strict=True)):
-            row = _row(case, answer, dataset, step, position, seconds)
+        for position, (case, prediction) in enumerate(zip(cases, predicted(step.logits, dataset), strict=True)):
+            row = _row(case, prediction, dataset, step, position, seconds)
             rows.append(row)
             if collect is not None:
-                collect(case, answer, row)
+                collect(case, prediction, row)
         if progress is not None:
             progress(len(rows), len(order))
     return StreamRecord(dataset.site, dataset.task, stream_metrics(rows, dataset.task), tuple(rows))
 
 
-def answers(logits: Tensor, dataset: Dataset) -> Tensor:
+def predicted(logits: Tensor, dataset: Dataset) -> Tensor:
     """What logits (B, C, *positions) say about each case.
 
     Segmentation: (B, *positions) class values; classification: (B, classes) probabilities. One channel is a binary
@@ -131,7 +114,7 @@ def answers(logits: Tensor, dataset: Dataset) -> Tensor:
     classes = max(2, logits.shape[1])
     if classes != len(dataset.classes):
         raise DataError(
-            f"the network answers with {classes} classes, {dataset.site} has {len(dataset.classes)}: "
+            f"the network predicts {classes} classes, {dataset.site} has {len(dataset.classes)}: "
             f"{', '.join(dataset.classes)}; use the network that was trained for these classes"
         )
     if dataset.task == "classification":
@@ -170,32 +153,36 @@ def _batch_name(cases: Sequence[Case]) -> str:
     return cases[0].name if not more else f"{cases[0].name} and {more} more"
 
 
-def _row(case: Case, answer: Tensor, dataset: Dataset, step: Answer, position: int, seconds: float) -> CaseRecord:
+def _row(case: Case, prediction: Tensor, dataset: Dataset, step: Step, position: int, seconds: float) -> CaseRecord:
     """The record of one case; an unlabeled one has no metrics."""
     numbers = (_finite(step.loss), _finite(step.discrepancy), _finite(step.rate))
-    verdict = None if step.ruling is None else step.ruling.of(position).verdict
-    row = CaseRecord(case.name, case.site, {}, seconds, *numbers, guard=verdict)
+    decision = decision_of(step)
+    decided = None if decision is None else decision.of(position)
+    row = CaseRecord(case.name, case.site, {}, seconds, *numbers)
+    if decided is not None:
+        row = replace(row, decision=str(decided.outcome), reason=decided.reason and str(decided.reason))
     try:
         if dataset.task == "classification":
-            return _classified(row, answer, case)
-        return row if case.label is None else _segmented(row, answer, case.label, case, dataset.classes)
+            return _classified(row, prediction, case)
+        return row if case.label is None else _segmented(row, prediction, case.label, case, dataset.classes)
     except DataError as error:
         raise DataError(f"case {case.name}: {error}") from error
 
 
-def _classified(row: CaseRecord, answer: Tensor, case: Case) -> CaseRecord:
-    prediction = int(answer.argmax())
-    row = replace(row, prediction=prediction, probabilities=tuple(answer.tolist()))
+def _classified(row: CaseRecord, chances: Tensor, case: Case) -> CaseRecord:
+    prediction = int(chances.argmax())
+    row = replace(row, prediction=prediction, probabilities=tuple(chances.tolist()))
     if case.label is None:
         return row
     label = int(case.label)
-    if not 0 <= label < len(answer):
-        raise DataError(f"the label is {label}; with {len(answer)} classes it must lie between 0 and {len(answer) - 1}")
+    last = len(chances) - 1
+    if not 0 <= label <= last:
+        raise DataError(f"the label is {label}; with {last + 1} classes it must lie between 0 and {last}")
     return replace(row, label=label, metrics={"accuracy": float(prediction == label)})
 
 
-def _segmented(row: CaseRecord, answer: Tensor, label: Tensor, case: Case, classes: Sequence[str]) -> CaseRecord:
-    scores = score_segmentation(answer, label, classes, spacing=case.spacing)
+def _segmented(row: CaseRecord, prediction: Tensor, label: Tensor, case: Case, classes: Sequence[str]) -> CaseRecord:
+    scores = score_segmentation(prediction, label, classes, spacing=case.spacing)
     return replace(row, metrics=scores.metrics, unit=scores.unit, undefined=scores.undefined)
 
 

@@ -5,7 +5,7 @@ Values are shown in points (x 100), distances in their unit. The same results gi
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,10 +19,11 @@ from dltta.metrics import (
     higher_is_better,
     mean_defined,
 )
-from dltta.quality.guard import GRAVITY
+from dltta.models.io.checkpoint import training_words
+from dltta.quality.decision import SEVERITY
 
 SIGNIFICANT = 0.05
-PLAIN_RATES = ("none", "fixed")  # a method with one of these goes by its name alone
+PLAIN_RATES = ("none", "fixed")  # a method with one of these goes by its name
 NAMES = {
     "source": "Source",
     "ptbn": "PTBN",
@@ -38,9 +39,9 @@ SEE_TARGET = ("uda-st", "cyclegan", "udas", "uda-swav")  # trained with the imag
 TITLES = {"dice": "Dice", "hd95": "HD95", "asd": "ASD", "auc": "AUC", "f1": "F1"}
 
 Pair = tuple[str, str]  # source, target
-Verdict = Literal["better", "worse"]
-VERDICTS: tuple[Verdict, ...] = ("better", "worse")
-MARKS: dict[Verdict, str] = {"better": "†", "worse": "‡"}
+Direction = Literal["better", "worse"]
+DIRECTIONS: tuple[Direction, ...] = ("better", "worse")
+MARKS: dict[Direction, str] = {"better": "†", "worse": "‡"}
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Cell:
     sd: float = math.nan
     gain: float = math.nan  # over the source; positive is better
     p: float = math.nan  # against the same method with the fixed rate
-    verdict: Verdict | None = None  # significantly better or worse than with the fixed rate
+    significance: Direction | None = None  # significantly better or worse than with the fixed rate
     best: bool = False  # of its column, as shown
 
 
@@ -180,6 +181,28 @@ def by_metric(results: Results, pair: Pair | None = None, metrics: Sequence[str]
     return _table(results, f"{pair[0]} → {pair[1]}", columns)
 
 
+@dataclass(frozen=True)
+class DecisionRow:
+    """How many cases of a method got one decision of the guard for one reason."""
+
+    label: str
+    decision: str
+    reason: str | None  # a code; None where none was recorded
+    cases: int
+
+
+def count_decisions(results: Results, chosen: Collection[Pair]) -> tuple[DecisionRow, ...]:
+    """Decisions by method and reason code, harmless ones first, the most frequent reason first."""
+    counts: Counter[tuple[str, str, str | None]] = Counter()
+    for stream in results.streams:
+        if (stream.source, stream.target) in chosen:
+            label = method_label(stream.method, stream.rate)
+            counts.update((label, case.decision, case.reason) for case in stream.cases if case.decision is not None)
+    labels = list(dict.fromkeys(label for label, _, _ in counts))
+    rows = [DecisionRow(*key, cases) for key, cases in counts.items()]
+    return tuple(sorted(rows, key=lambda row: (labels.index(row.label), _severity(row.decision), -row.cases)))
+
+
 # ---- filling
 
 
@@ -198,8 +221,8 @@ def _worst(columns: Sequence[Column], cells: Sequence[Cell | None]) -> tuple[str
     if columns[-1].pair is not None or cells[-1] is None:
         return None
     run = [(column, cell) for column, cell in zip(columns, cells, strict=True) if column.pair and cell]
-    away = [(column, cell) for column, cell in run if column.pair and column.pair[0] != column.pair[1]]
-    return worst_site({column.title: cell.mean for column, cell in away or run}, columns[0].metric)
+    shifted = [(column, cell) for column, cell in run if column.pair and column.pair[0] != column.pair[1]]
+    return worst_site({column.title: cell.mean for column, cell in shifted or run}, columns[0].metric)
 
 
 def _cell(results: Results, method: str, rate: str, column: Column) -> Cell | None:
@@ -209,9 +232,9 @@ def _cell(results: Results, method: str, rate: str, column: Column) -> Cell | No
     if not streams:
         return None
     row = summarize(streams, column.metric)
-    p, verdict = _against_fixed(results, method, rate, column.pair, column.metric)
+    p, significance = _against_fixed(results, method, rate, column.pair, column.metric)
     sd = row.case_sd if len(streams) == 1 else row.sd
-    return Cell(row.mean, sd, _gain(results, method, row.mean, column), p, verdict)
+    return Cell(row.mean, sd, _gain(results, method, row.mean, column), p, significance)
 
 
 def _mean_cell(cells: Sequence[Cell | None]) -> Cell | None:
@@ -232,7 +255,7 @@ def _gain(results: Results, method: str, mean: float, column: Column) -> float:
     return difference if higher_is_better(column.metric) else -difference
 
 
-def _against_fixed(results: Results, method: str, rate: str, pair: Pair, metric: str) -> tuple[float, Verdict | None]:
+def _against_fixed(results: Results, method: str, rate: str, pair: Pair, metric: str) -> tuple[float, Direction | None]:
     """P of the paired test against the same method with the fixed rate, and which way it goes when significant."""
     if rate in PLAIN_RATES:
         return math.nan, None
@@ -250,8 +273,8 @@ def _made_worse(results: Results, method: str, rate: str, columns: Sequence[Colu
         return math.nan
     metric = _per_case_metric(results, columns)
     chosen = list(dict.fromkeys(column.pair for column in columns if column.pair))
-    away = [pair for pair in chosen if pair[0] != pair[1]] or chosen
-    return negative_transfer(gain for pair in away for gain in gains(results, pair, method, rate, metric).values())
+    shifted = [pair for pair in chosen if pair[0] != pair[1]] or chosen
+    return negative_transfer(gain for pair in shifted for gain in gains(results, pair, method, rate, metric).values())
 
 
 def _per_case_metric(results: Results, columns: Sequence[Column]) -> str:
@@ -289,10 +312,20 @@ def _notes(results: Results, rows: Sequence[Row], columns: Sequence[Column]) -> 
         notes.append(_significance_note(results, cells))
     if any(column.metric in DISTANCES for column in columns):
         notes.extend(_undefined_notes(results, columns))
-    notes.extend(_guard_notes(results, columns))
+    notes.extend(_decision_notes(results, columns))
+    notes.extend(_training_notes(results, {row.method for row in rows}))
     if (seeing := target_note(row.method for row in rows)) is not None:
         notes.append(seeing)
     return tuple(notes)
+
+
+def _training_notes(results: Results, methods: Collection[str]) -> Iterator[str]:
+    """How the networks that methods start from were trained, where the results say it."""
+    losses: Mapping[str, Sequence[str]] = results.config.get("trained_with", {})
+    if "source" in losses:
+        yield f"Source: trained with {training_words(losses['source'])}."
+    if "ttt" in losses and "ttt" in methods:
+        yield f"TTT starts from another network, trained with {training_words(losses['ttt'])}."
 
 
 def target_note(names: Iterable[str]) -> str | None:
@@ -313,24 +346,24 @@ def _spread_note(results: Results, columns: Sequence[Column]) -> str:
     shown = {column.pair for column in columns if column.pair}
     counts = {len(results.select(*pair, *row)) for pair in shown for row in methods(results)} - {0}
     if counts <= {1}:
-        verdicts = primary_metric(results) == "accuracy"
-        return f"{points}, one stream." if verdicts else f"{points}, mean ± sd over the cases of one stream."
+        right_or_wrong = primary_metric(results) == "accuracy"
+        return f"{points}, one stream." if right_or_wrong else f"{points}, mean ± sd over the cases of one stream."
     number = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
     return f"{points}, mean ± sd over {number} streams (seeds x orders)."
 
 
 def _significance_note(results: Results, cells: Sequence[Cell]) -> str:
-    test = "McNemar" if _has_verdicts(results) else "Wilcoxon"
+    test = "McNemar" if _right_or_wrong(results) else "Wilcoxon"
     how = f"(paired {test} test over cases, p < {SIGNIFICANT}, not corrected for the number of tests)"
-    found = [verdict for verdict in VERDICTS if any(cell.verdict == verdict for cell in cells)]
+    found = [direction for direction in DIRECTIONS if any(cell.significance == direction for cell in cells)]
     if not found:
         return f"No difference from the fixed rate is significant {how}."
-    marks = ", ".join(f"{MARKS[verdict]} significantly {verdict}" for verdict in found)
+    marks = ", ".join(f"{MARKS[direction]} significantly {direction}" for direction in found)
     return f"{marks} than with the fixed rate {how}."
 
 
-def _has_verdicts(results: Results) -> bool:
-    """True when cases are right or wrong, once: several streams have shares of right answers."""
+def _right_or_wrong(results: Results) -> bool:
+    """True when cases are right or wrong, once: several streams have shares of right predictions."""
     several = {len(results.select(*pair, *row)) for pair in pairs(results) for row in methods(results)} - {0, 1}
     return primary_metric(results) == "accuracy" and not several
 
@@ -346,21 +379,26 @@ def _undefined_notes(results: Results, columns: Sequence[Column]) -> list[str]:
     return [f"Surface distances left out because a structure was missed or invented: {listed}."] if listed else []
 
 
-def _guard_notes(results: Results, columns: Sequence[Column]) -> list[str]:
-    """How often the guard let a method have its way."""
-    shown = {column.pair for column in columns}
+def _decision_notes(results: Results, columns: Sequence[Column]) -> list[str]:
+    """How often the guard accepted a method's updates, and what it did otherwise."""
+    shown = {column.pair for column in columns if column.pair}
     counts: dict[str, Counter[str]] = {}
-    for stream in results.streams:
-        if (stream.source, stream.target) in shown:
-            found = Counter(case.guard for case in stream.cases if case.guard is not None)
-            counts.setdefault(method_label(stream.method, stream.rate), Counter()).update(found)
-    listed = "; ".join(f"{label}: {_shares(count)}" for label, count in counts.items() if count)
-    return [f"What the guard decided: {listed}."] if listed else []
+    for row in count_decisions(results, shown):
+        counts.setdefault(row.label, Counter())[row.decision] += row.cases
+    listed = "; ".join(f"{label}: {_shares(count)}" for label, count in counts.items())
+    return [f"Decisions of the guard: {listed}."] if listed else []
 
 
 def _shares(counts: Mapping[str, int]) -> str:
-    """From harmless to grave, as shares of all."""
-    return ", ".join(f"{counts[name] / sum(counts.values()):.0%} {name}" for name in GRAVITY if counts.get(name))
+    """From harmless to severe, as shares of all."""
+    names = sorted(counts, key=_severity)
+    return ", ".join(f"{counts[name] / sum(counts.values()):.0%} {name}" for name in names)
+
+
+def _severity(decision: str) -> int:
+    """The place of a decision from harmless to severe; one that we do not know comes last."""
+    order = [str(outcome) for outcome in SEVERITY]
+    return order.index(decision) if decision in order else len(order)
 
 
 def _pair_title(results: Results, pair: Pair) -> str:

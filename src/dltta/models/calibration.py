@@ -1,7 +1,7 @@
-"""2 networks. What a trained network does on images of its own site: the yardstick for images of another one.
+"""2 networks. What the source model does on source images: the yardstick for images of another site.
 
 Measured once at the end of source training on source images and kept with the network: numbers about layers and
-answers, no image and no label. `Shrinkage` statistics, the relative learning rate and the guard measure with it.
+predictions, no image and no label. `Shrinkage` statistics, the relative learning rate and the guard measure with it.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ DRAWS = 256  # random batches that stand for "any batch of this size"
 
 @dataclass(frozen=True)
 class Calibration:
-    """Of N source images: per layer, what each image's mean and variance were, and how the network answered."""
+    """Of N source images: per layer each image's mean and variance, and what the predictions were like."""
 
     layers: Mapping[str, tuple[Tensor, Tensor]]  # batch-normalization layer: means (N, C) and variances (N, C)
     eps: Mapping[str, float]  # of those layers
@@ -94,13 +94,13 @@ class LayerSamples:
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """While this lasts, every pass of the network is looked at."""
+        """While this lasts, every pass of the network is recorded."""
         named = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
         handles = []
         for name, layer in named:
             self.layers.setdefault(name, ([], []))
             self.eps[name] = layer.eps
-            handles.append(layer.register_forward_pre_hook(self._look(name)))
+            handles.append(layer.register_forward_pre_hook(self._record(name)))
         try:
             yield
         finally:
@@ -110,7 +110,7 @@ class LayerSamples:
     def stacked(self) -> dict[str, tuple[Tensor, Tensor]]:
         return {name: (torch.cat(means), torch.cat(variances)) for name, (means, variances) in self.layers.items()}
 
-    def _look(self, name: str) -> Any:
+    def _record(self, name: str) -> Any:
         def hook(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             variance, mean = torch.var_mean(inputs[0].detach().float().flatten(2), 2, correction=0)
             self.layers[name][0].append(mean.cpu())

@@ -14,7 +14,7 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def speed_up(module: nn.Module) -> None:
-    """Make a convolutional network faster on a CPU, in place; others are left alone.
+    """Make a convolutional network faster on a CPU, in place; others stay as they are.
 
     The channels of a position lie side by side ("channels last"): what a convolution with such weights gives lies the
     same way, and so everything behind it. Instance normalization runs on the kernels of its relatives. Networks with
@@ -42,8 +42,8 @@ class _Kernels(_InstanceNorm):
 
     def _apply_instance_norm(self, input: Tensor) -> Tensor:
         if self.track_running_stats or input.shape[2:].numel() == 1:  # a single position: let torch refuse it
-            answer: Tensor = super()._apply_instance_norm(input)  # type: ignore[no-untyped-call]  # torch's
-            return answer
+            normalized: Tensor = super()._apply_instance_norm(input)  # type: ignore[no-untyped-call]  # torch's
+            return normalized
         if len(input) == 1 and not input.is_contiguous():
             return F.batch_norm(input, None, None, self.weight, self.bias, training=True, momentum=0.0, eps=self.eps)
         return F.group_norm(input.contiguous(), input.shape[1], self.weight, self.bias, self.eps)

@@ -22,7 +22,7 @@ class Seen:
 
 
 def find_layer(model: nn.Module, name: str) -> nn.Module:
-    """The layer of that name; a wrong name answers with the nearest right ones."""
+    """The layer of that name; a wrong name raises with the nearest right ones."""
     try:
         if name:
             return model.get_submodule(name)
@@ -36,7 +36,7 @@ def find_layer(model: nn.Module, name: str) -> nn.Module:
 
 
 def forward_pass(model: nn.Module, x: Tensor) -> Seen:
-    """The forward pass alone."""
+    """The forward pass without features."""
     return Seen(_logits(model(x)), None, None)
 
 
@@ -49,7 +49,7 @@ def forward_with_features(model: nn.Module, layer: str | None, x: Tensor) -> See
     """
     if layer is None:
         return _search(model, x)
-    with _outputs({layer: find_layer(model, layer)}, _copied) as outputs:
+    with recorded_outputs({layer: find_layer(model, layer)}, _copied) as outputs:
         logits = _logits(model(x))
     features = outputs.get(layer)
     if not isinstance(features, Tensor):
@@ -65,10 +65,10 @@ def _search(model: nn.Module, x: Tensor) -> Seen:
         versions[name] = _version(output)
         return output
 
-    with _outputs(dict(model.named_modules()), note) as outputs:
-        answer = model(x)
-    logits = _logits(answer)
-    layer = deepest_layer(outputs, answer)
+    with recorded_outputs(dict(model.named_modules()), note) as outputs:
+        output = model(x)
+    logits = _logits(output)
+    layer = deepest_layer(outputs, output)
     if _version(outputs[layer]) != versions[layer]:
         return forward_with_features(model, layer, x)
     return Seen(logits, outputs[layer].detach(), layer)
@@ -94,7 +94,7 @@ def deepest_layer(outputs: dict[str, Any], logits: Tensor) -> str:
 
     Dense predictions: of the layers with the fewest positions the widest, and of these the last, which is a U-Net's
     bottleneck. Otherwise: the last direct child of the network before the one that gives the prediction; a child that
-    is alone is looked into.
+    has no sibling is searched in turn.
     """
     tensors = {
         name: output
@@ -120,7 +120,7 @@ def _before_the_head(tensors: dict[str, Tensor]) -> str:
 
 
 @contextmanager
-def _outputs(layers: dict[str, nn.Module], keep: Callable[[str, Any], Any]) -> Iterator[dict[str, Any]]:
+def recorded_outputs(layers: dict[str, nn.Module], keep: Callable[[str, Any], Any]) -> Iterator[dict[str, Any]]:
     """What each layer gives while the context lasts, as kept, by name in order of completion."""
     outputs: dict[str, Any] = {}
 

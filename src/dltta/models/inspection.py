@@ -1,8 +1,7 @@
-"""2 networks. What is a network made of, and what would a method change in it? Looked at with one image of noise."""
+"""2 networks. What is a network made of, and what would a method change in it? Seen with one image of noise."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dltta.errors import SettingError
-from dltta.models.features import forward_pass, forward_with_features
+from dltta.models.features import forward_pass, forward_with_features, recorded_outputs
 from dltta.models.normalization import normalization_layers
 
 REPEATED = 5  # so many neighbors of one build are shown as one
@@ -39,8 +38,8 @@ class Normalization:
 
 
 @dataclass(frozen=True)
-class Anatomy:
-    """A network as one pass shows it."""
+class NetworkSummary:
+    """Layers, normalization and default feature layer of a network, as one pass shows them."""
 
     kind: str
     input: tuple[int, ...]  # (C, *positions)
@@ -53,18 +52,18 @@ class Anatomy:
     bytes_per_image: int  # of its key and probabilities in a memory
 
 
-def look(model: nn.Module, x: Tensor) -> Anatomy:
-    """Runs the network on x (1, C, *spatial)."""
-    with torch.no_grad(), _shapes(model) as shapes:
+def summarize(model: nn.Module, x: Tensor) -> NetworkSummary:
+    """The summary of a network, which is run on x (1, C, *spatial)."""
+    with torch.no_grad(), recorded_outputs(dict(model.named_modules()), _shape) as shapes:
         logits = forward_pass(model, x).logits
         layer, key = _features(model, x)
-    answer = tuple(logits.shape[1:])
-    value = (max(answer[0], 2), *answer[1:])  # a sigmoid channel is remembered as two probabilities
+    output = tuple(logits.shape[1:])
+    value = (max(output[0], 2), *output[1:])  # a sigmoid channel is remembered as two probabilities
     width = logits.element_size()
-    return Anatomy(
+    return NetworkSummary(
         kind=type(model).__name__,
         input=tuple(x.shape[1:]),
-        output=answer,
+        output=output,
         parameters=count(model),
         layers=tuple(_layers(model, "", shapes)),
         normalization=tuple(_normalization(model)),
@@ -102,7 +101,12 @@ def _tracks(layer: nn.Module) -> bool:
     return bool(getattr(layer, "track_running_stats", False))
 
 
-def _layers(module: nn.Module, name: str, shapes: dict[str, tuple[int, ...]]) -> Iterator[Layer]:
+def _shape(_layer: str, output: Any) -> tuple[int, ...] | None:
+    """What one image gives; None if it is no tensor."""
+    return tuple(output.shape[1:]) if isinstance(output, Tensor) else None
+
+
+def _layers(module: nn.Module, name: str, shapes: dict[str, tuple[int, ...] | None]) -> Iterator[Layer]:
     """Those with parameters of their own and those without children; of long runs of one build only the first."""
     children = list(module.named_children())
     own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
@@ -132,23 +136,3 @@ def _normalization(model: nn.Module) -> Iterator[Normalization]:
         affine = sum(isinstance(getattr(layer, "weight", None), nn.Parameter) for layer in found)
         stored = sum(getattr(layer, "running_mean", None) is not None for layer in found)
         yield Normalization(kind, len(found), affine, stored)
-
-
-@contextmanager
-def _shapes(model: nn.Module) -> Iterator[dict[str, tuple[int, ...]]]:
-    """While the context lasts: the shape that each layer gives for one image, by name."""
-    found: dict[str, tuple[int, ...]] = {}
-
-    def record(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            if isinstance(output, Tensor):
-                found[name] = tuple(output.shape[1:])
-
-        return hook
-
-    handles = [layer.register_forward_hook(record(name)) for name, layer in model.named_modules()]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -1,6 +1,7 @@
 """2 networks. Which statistics do the normalization layers use, and which of their parameters can move?"""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +24,23 @@ def affine_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Scale and shift of every normalization layer that has them."""
     found = (getattr(layer, name, None) for _, layer in normalization_layers(model) for name in ("weight", "bias"))
     return list(dict.fromkeys(parameter for parameter in found if isinstance(parameter, nn.Parameter)))
+
+
+@contextmanager
+def kept_statistics(model: nn.Module) -> Iterator[None]:
+    """While the context lasts, passes in training mode leave the stored statistics as they are.
+
+    The layers write into copies; in place, restored values would invalidate graphs that wait for their backward pass.
+    """
+    layers = [layer for _, layer in normalization_layers(model)]
+    stored = [layer._buffers for layer in layers]
+    for layer, buffers in zip(layers, stored, strict=True):
+        layer._buffers = {name: None if value is None else value.clone() for name, value in buffers.items()}
+    try:
+        yield
+    finally:
+        for layer, buffers in zip(layers, stored, strict=True):
+            layer._buffers = buffers
 
 
 class Statistics(Protocol):
@@ -52,7 +70,7 @@ def use_test_statistics(model: nn.Module, statistics: Statistics | None = None) 
 
 
 class BatchNormWrapper(_BatchNorm):
-    """Batch normalization that normalizes in a way of its own, in training and evaluation mode alike.
+    """Batch normalization by other statistics, the same in training and evaluation mode.
 
     Shares parameters and stored statistics with the layer it stands in for.
     """
@@ -75,7 +93,7 @@ class BatchNormWrapper(_BatchNorm):
         return self.running_mean, self.running_var
 
     def normalized(self, input: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        """By these statistics (C,), then the layer's own scale and shift."""
+        """By these statistics (C,), then scale and shift of the layer."""
         return F.batch_norm(input, mean, variance, self.weight, self.bias, training=False, momentum=0.0, eps=self.eps)
 
 
@@ -95,7 +113,7 @@ class TestBatchNorm(BatchNormWrapper):
 
 @dataclass(frozen=True)
 class BatchStatistics:
-    """Those of the current batch alone: the paper's, and the default."""
+    """Those of the current batch: the paper's, and the default."""
 
     def wrap(self, layer: _BatchNorm, name: str) -> nn.Module:
         return TestBatchNorm(layer, name)

@@ -30,8 +30,8 @@ def entropy(logits: Tensor) -> Tensor:
     logits = _at_least_float32(logits)
     if logits.shape[1] == 1:
         logits = torch.cat([torch.zeros_like(logits), logits], dim=1)  # sigmoid(z) = softmax(0, z)
-    answer: Tensor = _Entropy.apply(logits)  # type: ignore[no-untyped-call]  # torch does not type `apply`
-    return answer
+    entropies: Tensor = _Entropy.apply(logits)  # type: ignore[no-untyped-call]  # torch does not type `apply`
+    return entropies
 
 
 class _Entropy(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """2 networks. Normalization when one image is a poor sample of its site: between source and test statistics.
 
-The paper normalizes by the statistics of the test batch alone (`BatchStatistics`). With one small image they say as
-much about what happens to be in the picture as about the scanner. The choices here keep part of what the source knows;
+The paper normalizes by batch statistics (`BatchStatistics`). With one small image they say as
+much about what the image shows as about the scanner. The choices here keep part of what the source knows;
 each is given to an objective: `Tent(Shrinkage(checkpoint.calibration.moments()))`. The statistics are constants to the
 gradient.
 """
@@ -44,7 +44,7 @@ class Blended:
 
 @dataclass(frozen=True)
 class Running:
-    """Test statistics carried along the stream: each batch moves them by `momentum`, starting from the source's."""
+    """Test statistics that go on along the stream: each batch moves them by `momentum`, starting from the source's."""
 
     momentum: float = 0.1
 
@@ -62,10 +62,10 @@ class Shrinkage:
 
     A layer's mean deviates from the source's by z_c source-image standard deviations in channel c. Were this an image
     of the source, Σ z² would be about C. What is beyond is shift: the share w = max(0, 1 − C / Σ z²) of the deviation
-    is followed, the rest is taken for chance. The same for log variances. So images of the source are left alone, a
-    slightly different scanner is half followed, a very different one fully (w → 1 is the paper's normalization). There
-    is nothing to choose; `moments` come from source training. An empirical Bayes estimate (James and Stein 1961), layer
-    by layer.
+    is followed, the rest is taken for chance. The same for log variances. So images of the source keep the source's
+    statistics, a slightly different scanner is half followed, a very different one fully (w → 1 is the paper's
+    normalization). There is nothing to choose; `moments` come from source training. An empirical Bayes estimate (James
+    and Stein 1961), layer by layer.
 
     With a `window` above 1 the deviation is the mean over about so many of the latest images, this one included, and
     counts as that many: n Σ z² stands for Σ z². Better where a stream is all of one site, but on held-out images of two
@@ -87,7 +87,7 @@ class Shrinkage:
 
 @dataclass(frozen=True)
 class InstanceStatistics:
-    """Those of each image alone, whatever else is in the batch; a layer with a single position keeps the source's."""
+    """Those of each image, whatever else is in the batch; a layer with a single position keeps the source's."""
 
     def wrap(self, layer: _BatchNorm, name: str) -> nn.Module:
         return _Instance(layer, name)
@@ -130,7 +130,7 @@ class _Running(StatefulWrapper):
     def __init__(self, layer: _BatchNorm, name: str, momentum: float) -> None:
         super().__init__(layer, name)
         mean, variance = self.stored()
-        self._buffers = dict(self._buffers)  # its own: the stored statistics of the network stay as trained
+        self._buffers = dict(self._buffers)  # a copy: the stored statistics of the source model stay
         self.register_buffer("test_mean", mean.clone())
         self.register_buffer("test_variance", variance.clone())
         self.momentum_of_test = momentum
@@ -155,7 +155,7 @@ class _Shrinkage(StatefulWrapper):
     def __init__(self, layer: _BatchNorm, name: str, moments: Moments, window: int) -> None:
         super().__init__(layer, name)
         like = self.stored()[0]
-        self._buffers = dict(self._buffers)  # its own: the stored statistics of the network stay as trained
+        self._buffers = dict(self._buffers)  # a copy: the stored statistics of the source model stay
         for field in ("mean", "mean_spread", "log_variance", "log_variance_spread"):
             self.register_buffer(f"source_{field}", getattr(moments, field).to(like, copy=True), persistent=False)
         for field in ("images", "moved", "widened"):  # sums over the images before, fading

@@ -1,340 +1,229 @@
-"""6 update. May this image teach anything, and is the answer that it led to one to be trusted?
-
-A collapsed network agrees with its own memory: the discrepancy goes to zero and the collapse stays. So the guard looks
-elsewhere, at signals that need no label. At first sight it sorts the images of a batch (`triage`): some look like those
-of the source, where the network as it was trained knows best; some are too strange to teach anything. `Adapter` adapts
-to the others, asks again (`object`), and on an objection tries in turn: the state before the update, the last good
-state, the source parameters, and at last the source network as it was trained.
-"""
+"""6 update. May this image be learned from, and may the prediction after the update be trusted?"""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from dltta.core.discrepancy import batch_discrepancy
 from dltta.errors import SettingError
 from dltta.models.calibration import Calibration, OODScore
-from dltta.models.predictions import most_likely
-
-Network = Callable[[Tensor], Tensor]  # images to probabilities (B, C, *positions)
-Verdict = Literal["accepted", "at home", "skipped", "rolled back", "source"]
-GRAVITY: tuple[Verdict, ...] = ("accepted", "at home", "skipped", "rolled back", "source")  # from harmless to grave
+from dltta.quality.decision import Decision, Outcome, Reason
+from dltta.quality.signals import ImageSignals, UpdateSignals, marginal, share_excess, total_entropy
 
 
 @dataclass(frozen=True)
-class Ruling:
-    """What was decided about one batch, and why; `signals` are the numbers that were looked at.
+class Objection:
+    """Why a prediction, and the state it comes from, is not to be trusted."""
 
-    - `accepted`: the update is kept, the adapted network answers
-    - `at home`: the images look like the source's; the network as it was trained answers, nothing is learned
-    - `skipped`: no update, or it is undone; the network as it is without it answers
-    - `rolled back`: more is undone; what is then the network answers
-    - `source`: the network as it was trained answers, nothing is learned
-    """
-
-    verdict: Verdict
-    reason: str | None = None
-    signals: Mapping[str, float] | None = None
-    apart: Mapping[int, "Ruling"] = field(default_factory=dict)  # images of the batch that were ruled on alone
-
-    def of(self, position: int) -> "Ruling":
-        """What was decided about one image of the batch."""
-        return self.apart.get(position, self)
+    reason: Reason
+    detail: str
 
 
 @dataclass(frozen=True)
-class Look:
-    """What can be known about images (B, C, *spatial) before anything is learned from them."""
+class Review:
+    """What a guard found after an update, and the numbers that it looked at."""
 
-    images: Tensor
-    layers: Mapping[str, tuple[Tensor, Tensor]]  # what enters each batch normalization as trained: means, variances
-    source: Tensor  # the answer of the network as it was trained
-    trained: Network  # more passes, for images that need them: the network as it was trained,
-    alone: Network  # with every image normalized by its own statistics,
-    prepared: Network  # with the statistics that it adapts with and the source's parameters
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """What can be known about an answer without a label. Predictions are probabilities (B, C, *positions)."""
-
-    answer: Tensor  # of the adapted network
-    unmoved: Tensor  # of the same network with the source's parameters
-    source: Tensor  # of the network as it was trained, with its stored statistics
-    drift: float  # ‖θ − θ₀‖ / ‖θ₀‖ over the adapted parameters
-    rate: float | None  # of the update that led here; None without one
-    images: Tensor  # more passes, for answers that need them:
-    adapted: Network  # the adapted network,
-    still: Network  # the same with the source's parameters
+    objection: Objection | None
+    numbers: Mapping[str, float]
 
 
 class Guard(Protocol):
-    """Objections in words, or None."""
+    """Looks at signals only: it never sees the adapter."""
 
-    def triage(self, look: Look, /) -> list[Ruling | None]:
-        """For each image None, to be adapted to; or who else shall answer it, and why.
+    def before(self, signals: ImageSignals, /) -> list[Decision | None]:
+        """For each image None, to be adapted to; or which other model predicts it, and why.
 
-        `skipped` is for the network with the source's parameters and the statistics that it adapts with, the other
-        verdicts for the network as it was trained.
+        `kept` is for the source's parameters with the objective's statistics, other outcomes for the source model.
         """
         ...
 
-    def object(self, evidence: Evidence, /) -> str | None:
-        """Why this answer, and the state it comes from, is not to be trusted."""
-        ...
-
-    def signals(self, evidence: Evidence, /) -> dict[str, float]:
-        """The numbers that the objections are made of."""
+    def after(self, signals: UpdateSignals, /) -> Review:
+        """Whether the prediction after an update, or of a fallback, may be given."""
         ...
 
 
-STEADIER = 0.7
+SOURCE_CONSISTENCY = 0.7
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How far images and answers may go; None where nobody measured it on source images.
+    """How far images and predictions may go; None where nobody measured it on source images.
 
     Images:
-    - `home`: up to this ood_score, at the first layer and over all, images are at home
-    - `far`: from this ood_score on, over all layers, nothing is learned from an image
-    - `entropy`: nor above this entropy of its answer, in nats
-    - `steadier`: the source network answers if mirrors change less than this part of what they change of the other
-      answer; 0.7 was best on source images with other contrast, brightness, noise and sharpness (docs/guard.md)
+    - `in_distribution`: up to this OOD score, at the first layer and over all, images are taken for the source's
+    - `ood_score`: above this, over all layers, nothing is learned from an image
+    - `entropy`: nor above this mean entropy of its prediction, in nats
+    - `source_consistency`: the source model predicts if flips change less than this part of what they change of the
+      other prediction; 0.7 was best on source images with other contrast, brightness, noise and sharpness
+      (docs/guard.md)
 
-    Answers:
+    Predictions:
     - `rate`: no published setting comes near 1
     - `drift`: beyond half of their own length the parameters are no longer those that were trained
-    - `changed`: the moved parameters may mark so much of what is marked otherwise than the source's; more than a
-      fiftieth, and points are at stake
-    - `swayed`: the same for the class of whole images, as probability that changes hands
-    - `overrule`: more than that is allowed if mirrors change less than this part of what they change of the answer with
-      the source's parameters
+    - `max_change`: so much of the foreground may change against the source's parameters; more than a fiftieth, and
+      points are at stake
+    - `max_probability_shift`: the same for the class of whole images, as probability given to another class
+    - `consistency_override`: more than that is allowed if flips change less than this part of what they change of the
+      prediction with the source's parameters
     - `shares`: per class, the least and the greatest share of an image
-    - `margin`: how much wider than measured the shares may be, as a factor of the odds
-    - `collapse`: the entropy of the mean answer may fall to this part of the source network's
+    - `share_margin`: how much wider than measured the shares may be, as a factor of the odds
+    - `collapse`: the entropy of the mean prediction may fall to this part of the source model's
     """
 
-    home: tuple[float, float] | None = None
-    far: float | None = None
+    in_distribution: tuple[float, float] | None = None
+    ood_score: float | None = None
     entropy: float | None = None
-    steadier: float | None = None
+    source_consistency: float | None = None
     rate: float = 1.0
     drift: float = 0.5
-    changed: float = 0.02
-    swayed: float = 0.1
-    overrule: float | None = None
+    max_change: float = 0.02
+    max_probability_shift: float = 0.1
+    consistency_override: float | None = None
     shares: tuple[tuple[float, float], ...] | None = None
-    margin: float = 4.0
+    share_margin: float = 4.0
     collapse: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in ("rate", "drift", "changed", "swayed"):
+        for name in ("rate", "drift", "max_change", "max_probability_shift"):
             if not getattr(self, name) > 0:
-                raise SettingError(f"the limit of the {name} must be positive, got {getattr(self, name)}")
-        if self.margin < 1 or not 0 <= self.collapse <= 1:
-            raise SettingError(f"margin is at least 1 and collapse from 0 to 1, got {self.margin} and {self.collapse}")
+                raise SettingError(f"the limit {name} must be positive, got {getattr(self, name)}")
+        if self.share_margin < 1 or not 0 <= self.collapse <= 1:
+            raise SettingError(
+                f"share_margin is at least 1 and collapse from 0 to 1, got {self.share_margin} and {self.collapse}"
+            )
 
     @classmethod
-    def calibrated(cls, answers: Mapping[str, Any], overrule: float = STEADIER) -> "Limits":
-        """From what the network did on source images (`Calibration.answers`); `overrule` depends on the objective.
+    def calibrated(cls, predictions: Mapping[str, Any], consistency_override: float = SOURCE_CONSISTENCY) -> "Limits":
+        """From what the source model did on source images (`Calibration.predictions`).
 
-        At home is up to half as strange as 95 % of source images. Nothing is learned from an image that is more than
-        halfway from the source's images to their negatives and to noise, or whose entropy is more than halfway
-        from theirs to those for shuffled pixels; unless that, too, happens at home.
+        In-distribution is up to half the OOD score of 95 % of source images. Nothing is learned from an image that is
+        more than halfway from the source's images to their negatives and to noise, or whose entropy is more than
+        halfway from theirs to that of shuffled pixels; unless source images themselves come that far.
+        `consistency_override` depends on the objective.
         """
-        shares = tuple((float(low), float(high)) for low, high in answers["shares"])
-        strange, entropy = answers.get("ood_score"), answers.get("entropy")
-        home = far = unsure = steadier = None
-        if strange is not None:
-            home = strange["first"] / 2, strange["usual"] / 2
-            useless = max(strange["negative"], strange["noise"])
-            far = max((1 + useless) / 2, 2 * strange["usual"])
-        if entropy is not None:
-            unsure = max((entropy["median"] + entropy["shuffled"]) / 2, entropy["usual"])
-            steadier = STEADIER
-        return cls(home, far, unsure, steadier, shares=shares, overrule=overrule if entropy is not None else None)
+        shares = tuple((float(low), float(high)) for low, high in predictions["shares"])
+        scores, entropies = predictions.get("ood_score"), predictions.get("entropy")
+        inside = outside = uncertain = consistency = override = None
+        if scores is not None:
+            inside = scores["first"] / 2, scores["usual"] / 2
+            useless = max(scores["negative"], scores["noise"])
+            outside = max((1 + useless) / 2, 2 * scores["usual"])
+        if entropies is not None:
+            uncertain = max((entropies["median"] + entropies["shuffled"]) / 2, entropies["usual"])
+            consistency, override = SOURCE_CONSISTENCY, consistency_override
+        return cls(inside, outside, uncertain, consistency, consistency_override=override, shares=shares)
 
 
 class SourceGuard:
-    """Compares with the source network on the same images and with what it did on source images.
+    """Compares with the source model on the same images and with what it did on source images.
 
-    Without a `calibration` it cannot tell strange images from others, only constant ones.
+    Without a `calibration` it cannot tell images of other sites from those of the source, only constant ones.
     """
 
     def __init__(self, limits: Limits | None = None, calibration: Calibration | None = None) -> None:
         self.limits = limits or Limits()
         self._ood_score = OODScore(calibration) if calibration is not None and calibration.layers else None
 
-    def triage(self, look: Look, /) -> list[Ruling | None]:
-        flat = look.images.flatten(2)
+    def before(self, signals: ImageSignals, /) -> list[Decision | None]:
+        flat = signals.images.flatten(2)
         constant = (flat.amax(2) == flat.amin(2)).all(1)  # (B,): every channel
-        rulings = [Ruling("source", "the image is constant") if each else None for each in constant.tolist()]
-        if self._ood_score is not None and look.layers:
-            self._sort_by_ood_score(rulings, self._ood_score(look.layers))
-        if None in rulings and self.limits.entropy is not None:
-            self._sort_by_doubt(rulings, look.alone(look.images), self.limits.entropy)
-        if self.limits.steadier is not None and _unsettled(rulings):
-            self._sort_by_steadiness(rulings, look, self.limits.steadier)
-        return rulings
+        blank = Decision(Outcome.SOURCE, Reason.CONSTANT_IMAGE, "the image is constant")
+        decisions = [blank if each else None for each in constant.tolist()]
+        if self._ood_score is not None and signals.layers:
+            self._by_ood_score(decisions, self._ood_score(signals.layers))
+        if None in decisions and self.limits.entropy is not None:
+            self._by_entropy(decisions, signals.instance.prediction, self.limits.entropy)
+        if self.limits.source_consistency is not None and _not_by_source(decisions):
+            self._by_flip_consistency(decisions, signals, self.limits.source_consistency)
+        return decisions
 
-    def _sort_by_ood_score(self, rulings: list[Ruling | None], ood_score: Tensor) -> None:
-        """Rule on images (layers, B) that are too strange one by one, on those that are at home as one."""
-        first, layers = ood_score[0].tolist(), ood_score.median(0).values.tolist()
-        far, home = self.limits.far, self.limits.home
-        for i in _open(rulings):
-            if far is not None and layers[i] > far:
-                reason = f"ood_score {layers[i]:.3g}, limit {far:.3g}: no image of this kind"
-                rulings[i] = Ruling("skipped", reason, {"ood_score": layers[i]})
-        left = _open(rulings)
-        if not left or home is None:
+    def _by_ood_score(self, decisions: list[Decision | None], scores: Tensor) -> None:
+        """Decide on images (layers, B) that are too far out one by one, on those in distribution as one."""
+        first, layers = scores[0].tolist(), scores.median(0).values.tolist()
+        limit, inside = self.limits.ood_score, self.limits.in_distribution
+        for i in _open(decisions):
+            if limit is not None and layers[i] > limit:
+                detail = f"OOD score {layers[i]:.3g}, limit {limit:.3g}"
+                decisions[i] = Decision(Outcome.KEPT, Reason.OOD_SCORE, detail, {"ood_score": layers[i]})
+        left = _open(decisions)
+        if not left or inside is None:
             return
-        means = {"first": fmean(first[i] for i in left), "ood_score": fmean(layers[i] for i in left)}
-        if means["first"] <= home[0] and means["ood_score"] <= home[1]:
+        means = {"first_layer": fmean(first[i] for i in left), "ood_score": fmean(layers[i] for i in left)}
+        if means["first_layer"] <= inside[0] and means["ood_score"] <= inside[1]:
+            detail = f"OOD score {means['first_layer']:.3g}, as on source images"
             for i in left:
-                rulings[i] = Ruling("at home", f"ood_score {means['first']:.3g}, as at the source", means)
+                decisions[i] = Decision(Outcome.IN_DISTRIBUTION, Reason.IN_DISTRIBUTION, detail, means)
 
-    def _sort_by_doubt(self, rulings: list[Ruling | None], answer: Tensor, limit: float) -> None:
-        entropies = [entropy(image) / image[0].numel() for image in answer]
-        for i in _open(rulings):
+    def _by_entropy(self, decisions: list[Decision | None], prediction: Tensor, limit: float) -> None:
+        entropies = [total_entropy(image) / image[0].numel() for image in prediction]
+        for i in _open(decisions):
             if entropies[i] > limit:
-                reason = f"entropy {entropies[i]:.3g}, limit {limit:.3g}: nothing to be seen"
-                rulings[i] = Ruling("skipped", reason, {"entropy": entropies[i]})
+                detail = f"predictive entropy {entropies[i]:.3g}, limit {limit:.3g}"
+                decisions[i] = Decision(Outcome.KEPT, Reason.ENTROPY, detail, {"entropy": entropies[i]})
 
-    def _sort_by_steadiness(self, rulings: list[Ruling | None], look: Look, part: float) -> None:
-        """The source network answers where it is clearly steadier in mirrors and no less plausible.
+    def _by_flip_consistency(self, decisions: list[Decision | None], signals: ImageSignals, part: float) -> None:
+        """The source model predicts where flips change clearly less of its prediction, and it is no less plausible.
 
-        Whoever says the same everywhere is no steadier for that: one that is blind at a new site is so in mirrors.
+        A model that says one class everywhere is not consistent for that reason.
         """
-        prepared = look.prepared(look.images)
-        ours = unsteadiness(look.prepared, look.images, prepared)
-        theirs = unsteadiness(look.trained, look.images, look.source)
-        for i in _unsettled(rulings):
-            source = look.source[i : i + 1]
-            blind = _one_class(look.source if look.source.ndim == 2 else source)
-            if theirs[i] < part * ours[i] and not blind and self._as_plausible(source, prepared[i : i + 1]):
-                reason = f"{ours[i]:.2g} of the answer changes in mirrors, of the source network's {theirs[i]:.2g}"
-                rulings[i] = Ruling("source", reason, {"unsteady": ours[i], "source_unsteady": theirs[i]})
+        ours, source = signals.unadapted, signals.source
+        for i in _not_by_source(decisions):
+            one_class = source.one_class(i if source.prediction.ndim > 2 else None)
+            less = source.flip_inconsistency[i] < part * ours.flip_inconsistency[i]
+            if less and not one_class and self._as_plausible(source.prediction[i : i + 1], ours.prediction[i : i + 1]):
+                found = {
+                    "flip_inconsistency": ours.flip_inconsistency[i],
+                    "source_flip_inconsistency": source.flip_inconsistency[i],
+                }
+                detail = "flips change {:.2g} of the prediction, of the source model's {:.2g}".format(*found.values())
+                decisions[i] = Decision(Outcome.SOURCE, Reason.FLIP_CONSISTENCY, detail, found)
 
-    def _as_plausible(self, answer: Tensor, other: Tensor) -> bool:
+    def _as_plausible(self, prediction: Tensor, other: Tensor) -> bool:
         """Whether the shares of its classes lie no farther outside those of source images, and within the margin."""
-        outside = beyond(marginal(answer), self.limits.shares)
-        return outside <= min(beyond(marginal(other), self.limits.shares), math.log(self.limits.margin))
+        shares = self.limits.shares
+        excess, limit = share_excess(marginal(prediction), shares), math.log(self.limits.share_margin)
+        return excess <= min(share_excess(marginal(other), shares), limit)
 
-    def object(self, evidence: Evidence, /) -> str | None:
-        found, limits = self.signals(evidence), self.limits
-        if evidence.rate is not None and evidence.rate > limits.rate:
-            return f"rate {evidence.rate:.3g} above {limits.rate:g}"
-        if evidence.drift > limits.drift:
-            return f"parameters moved by {evidence.drift:.3g} of their length, limit {limits.drift:g}"
-        limit = limits.changed if evidence.answer.ndim > 2 else limits.swayed
-        if found["changed"] > limit and not self._steadier(evidence):
-            return f"{found['changed']:.2g} of the answer changed, limit {limit:g}"
-        if found["implausible"] > max(found["source_implausible"], math.log(limits.margin)):
-            return f"a class takes a share e^{found['implausible']:.2g} in odds beyond all source images"
+    def after(self, signals: UpdateSignals, /) -> Review:
+        numbers = signals.numbers(self.limits.shares)
+        return Review(self._objection(signals, numbers), numbers)
+
+    def _objection(self, signals: UpdateSignals, found: Mapping[str, float]) -> Objection | None:
+        limits = self.limits
+        if signals.rate is not None and signals.rate > limits.rate:
+            return Objection(Reason.RATE, f"rate {signals.rate:.3g} above {limits.rate:g}")
+        if signals.drift > limits.drift:
+            moved = f"parameters moved by {signals.drift:.3g} of their length, limit {limits.drift:g}"
+            return Objection(Reason.DRIFT, moved)
+        limit = limits.max_change if signals.adapted.prediction.ndim > 2 else limits.max_probability_shift
+        if found["change"] > limit and not self._more_consistent(signals):
+            return Objection(Reason.CHANGE, f"{found['change']:.2g} of the prediction changed, limit {limit:g}")
+        if found["share_excess"] > max(found["source_share_excess"], math.log(limits.share_margin)):
+            share = f"a class takes a share e^{found['share_excess']:.2g} in odds beyond all source images"
+            return Objection(Reason.CLASS_SHARE, share)
         if found["marginal_entropy"] < limits.collapse * found["source_marginal_entropy"]:
-            return (
-                f"entropy of the mean answer {found['marginal_entropy']:.3g}, "
-                f"the source network's {found['source_marginal_entropy']:.3g}"
+            entropies = found["marginal_entropy"], found["source_marginal_entropy"]
+            return Objection(
+                Reason.COLLAPSE, "entropy of the mean prediction {:.3g}, the source model's {:.3g}".format(*entropies)
             )
         return None
 
-    def _steadier(self, evidence: Evidence) -> bool:
-        """Whether mirrors change so much less of the answer than of that with the source's parameters."""
-        if self.limits.overrule is None or _one_class(evidence.answer):
+    def _more_consistent(self, signals: UpdateSignals) -> bool:
+        """Whether flips change so much less of the prediction than of that with the source's parameters."""
+        if self.limits.consistency_override is None or signals.adapted.one_class():
             return False
-        now = fmean(unsteadiness(evidence.adapted, evidence.images, evidence.answer))
-        return now < self.limits.overrule * fmean(unsteadiness(evidence.still, evidence.images, evidence.unmoved))
-
-    def signals(self, evidence: Evidence, /) -> dict[str, float]:
-        answer, source = marginal(evidence.answer), marginal(evidence.source)
-        return {
-            "drift": evidence.drift,
-            "changed": changed(evidence.answer, evidence.unmoved),
-            "from_source": batch_discrepancy(evidence.answer, evidence.source),
-            "marginal_entropy": entropy(answer),
-            "source_marginal_entropy": entropy(source),
-            "implausible": beyond(answer, self.limits.shares),
-            "source_implausible": beyond(source, self.limits.shares),
-        }
+        now, then = fmean(signals.adapted.flip_inconsistency), fmean(signals.unadapted.flip_inconsistency)
+        return now < self.limits.consistency_override * then
 
 
-def together(rulings: Sequence[Ruling | None], rest: Ruling | None) -> Ruling:
-    """One ruling on a batch: that on the images which were adapted to, or without any the gravest at first sight."""
-    apart = {i: ruling for i, ruling in enumerate(rulings) if ruling is not None}
-    if not apart and rest is not None:
-        return rest
-    gravest = max(apart.values(), key=lambda ruling: GRAVITY.index(ruling.verdict))
-    if len(rulings) == 1:
-        return gravest
-    alike = sum(ruling.verdict == gravest.verdict for ruling in apart.values())
-    note = f"{alike} of {len(rulings)} images: {gravest.reason}"
-    if rest is None:
-        return replace(gravest, reason=note, apart=apart)
-    return replace(rest, reason=note if rest.reason is None else f"{rest.reason}; {note}", apart=apart)
+def _not_by_source(decisions: Sequence[Decision | None]) -> list[int]:
+    """The images that the source model does not predict so far."""
+    return [i for i, decision in enumerate(decisions) if decision is None or not decision.outcome.by_source]
 
 
-def unsteadiness(network: Network, images: Tensor, answer: Tensor) -> list[float]:
-    """How much of each answer changes when the image is mirrored and the answer mirrored back; mean over the axes."""
-    axes, dense = range(2, images.ndim), answer.ndim > 2
-    mirrored = [network(images.flip(axis)).flip(axis if dense else ()) for axis in axes]
-    return [fmean(changed(answer[i : i + 1], other[i : i + 1]) for other in mirrored) for i in range(len(images))]
-
-
-def changed(answer: Tensor, other: Tensor) -> float:
-    """How much of an answer another one contradicts, both probabilities (B, C, *positions).
-
-    Dense: the share of the positions that either marks (a class other than the first) that they do not mark alike.
-    Whole images: the mean probability that is given to another class.
-    """
-    if answer.ndim == 2:
-        return 0.5 * (answer - other).abs().sum(1).mean().item()
-    first, second = most_likely(answer), most_likely(other)
-    marked = ((first > 0) | (second > 0)).sum().item()
-    return (first != second).sum().item() / max(marked, 1)
-
-
-def _one_class(answer: Tensor) -> bool:
-    """Whether it says the same of many positions or images."""
-    return answer[:, 0].numel() > 1 and len(most_likely(answer).unique()) == 1
-
-
-def marginal(prediction: Tensor) -> Tensor:
-    """The mean prediction of a batch, over images and positions: (C,)."""
-    return prediction.transpose(0, 1).flatten(1).mean(1)
-
-
-def entropy(probabilities: Tensor) -> float:
-    """In nats, summed over positions (C, *positions)."""
-    return -(probabilities * probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()).sum().item()
-
-
-def beyond(marginal: Tensor, shares: Sequence[tuple[float, float]] | None) -> float:
-    """How far the worst class lies outside its range, as a difference of log odds; 0 inside or without ranges."""
-    if shares is None:
-        return 0.0
-    outside = [
-        max(_log_odds(low) - _log_odds(share), _log_odds(share) - _log_odds(high), 0.0)
-        for share, (low, high) in zip(marginal.tolist(), shares, strict=True)
-    ]
-    return max(outside)
-
-
-def _log_odds(share: float) -> float:
-    share = min(max(share, 1e-6), 1 - 1e-6)
-    return math.log(share / (1 - share))
-
-
-def _unsettled(rulings: Sequence[Ruling | None]) -> list[int]:
-    """The images that the network as it was trained does not answer so far."""
-    return [i for i, ruling in enumerate(rulings) if ruling is None or ruling.verdict == "skipped"]
-
-
-def _open(rulings: Sequence[Ruling | None]) -> list[int]:
+def _open(decisions: Sequence[Decision | None]) -> list[int]:
     """The images that nothing was decided about."""
-    return [i for i, ruling in enumerate(rulings) if ruling is None]
+    return [i for i, decision in enumerate(decisions) if decision is None]

@@ -1,10 +1,11 @@
 """What has a stream done so far? Its log, looked up by the names and the contents of its cases.
 
-In memory are 32 bytes of hash per case, its name and where its line begins; all else is read from the log when needed.
+Memory holds the name, the hash and the place of the line of each case; all else is read from the log when needed.
 """
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,17 @@ from typing import Any
 import numpy as np
 
 from dltta.files import write_atomically
-from dltta.serving.journal import Entry, Journal, Line, on_disk
+from dltta.serving.journal import Fields, Journal, Line, on_disk
 
 
-class Record:
-    """Every case that was answered, and the version of the state that came of it."""
+class StreamIndex:
+    """The cases that were predicted, and the current version of the state."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
-        self.version, self.sha256 = 0, ""  # the current one and the hash of its file
+        self.version, self.sha256 = 0, ""  # the current version of the state and the hash of its file
+        self.decisions: Counter[str] = Counter()  # of the guard, by outcome
+        self.reasons: Counter[str] = Counter()
         self._digests: dict[str, bytes] = {}  # by name
         self._places: dict[bytes, int] = {}  # by content: where the line of the first such case begins
         self._failures: set[tuple[str, ...]] = set()
@@ -28,15 +31,15 @@ class Record:
             self._index(line)
 
     def digest(self, name: str) -> str | None:
-        """The content that was answered under this name; upper and lower case are one."""
+        """The content that was predicted under this name, ignoring upper and lower case."""
         found = self._digests.get(name.casefold())
         return None if found is None else found.hex()
 
     def holds(self, digest: str) -> bool:
-        """Whether this content was answered, under whatever name."""
+        """Whether this content was predicted, under whatever name."""
         return bytes.fromhex(digest) in self._places
 
-    def first(self, digest: str) -> Entry:
+    def first(self, digest: str) -> Fields:
         """The line of the first case with this content."""
         return self.journal.at(self._places[bytes.fromhex(digest)])
 
@@ -46,7 +49,7 @@ class Record:
             self._index(line)
 
     def fail(self, entry: Mapping[str, Any]) -> None:
-        """The line of a case that could not be used, unless the same was said before."""
+        """The line of a case that could not be used, unless the same line is there already."""
         if _failure(entry) not in self._failures:
             self.append([entry])
 
@@ -54,7 +57,11 @@ class Record:
         entry = line.entry
         if "state_sha256" in entry:
             self.version, self.sha256 = int(entry["state"]), str(entry["state_sha256"])
-        if "answer" in entry:
+        if entry.get("decision") is not None:
+            self.decisions[entry["decision"]] += 1
+        if entry.get("reason") is not None:
+            self.reasons[entry["reason"]] += 1
+        if "prediction" in entry:
             digest = bytes.fromhex(entry["input"])
             self._digests[entry["case"].casefold()] = digest
             self._places.setdefault(digest, line.begin)
@@ -63,17 +70,17 @@ class Record:
 
 
 def _failure(entry: Mapping[str, Any]) -> tuple[str, ...]:
-    return str(entry["case"]), str(entry["error"]), str(entry["reason"])
+    return str(entry["case"]), str(entry["error"]), str(entry["detail"])
 
 
-class Table:
-    """`predictions.csv`: the answers of a classification, made from the log and therefore never ahead of it."""
+class PredictionTable:
+    """`predictions.csv`: the predictions of a classification, written from the log and after it."""
 
     def __init__(self, path: Path, classes: Sequence[str]) -> None:
         self.path, self.classes = path, classes
 
     def text(self, entries: Iterable[Mapping[str, Any]]) -> str:
-        return self._rows([["image", "prediction", *self.classes], *map(_row, filter(_answered, entries))])
+        return self._rows([["image", "prediction", *self.classes], *map(_row, filter(_predicted, entries))])
 
     def rewrite(self, entries: Iterable[Mapping[str, Any]]) -> None:
         with on_disk(self.path):
@@ -89,14 +96,14 @@ class Table:
         return text.getvalue()
 
 
-def _answered(entry: Mapping[str, Any]) -> bool:
+def _predicted(entry: Mapping[str, Any]) -> bool:
     return "probabilities" in entry
 
 
 def _row(entry: Mapping[str, Any]) -> list[Any]:
-    return [entry["image"], entry["answer"], *map(str, entry["probabilities"])]
+    return [entry["image"], entry["prediction"], *map(str, entry["probabilities"])]
 
 
 def shortest(values: Iterable[float]) -> list[float]:
-    """float32 numbers by the fewest digits that tell them apart: 0.1 rather than 0.10000000149011612."""
+    """float32 numbers with the fewest digits that give them back: 0.1 rather than 0.10000000149011612."""
     return [float(str(np.float32(value))) for value in values]

@@ -1,9 +1,9 @@
 """The audit log of a stream: one JSON line per case, each carrying the hash of the one before.
 
 Lines come in groups, the images of one batch: `of` says how many lines the group of a line has. A group counts when all
-of it is on the disk, and then what it says happened; what a crash left of an unfinished one, the next is written over.
-Changing, removing or reordering lines breaks the chain. Lines cut off at the end leave the chain whole, but not the
-anchor: a small file kept with the state, in which the hash of the last line stands.
+of it is on the disk; the rest of an unfinished one, which a crash left, is overwritten by the next group. Changing,
+removing or reordering lines breaks the chain. Lines removed at the end leave the chain whole, but not the anchor: a
+small file kept with the state, which holds the hash of the last line.
 """
 
 import hashlib
@@ -18,27 +18,27 @@ from typing import Any, NamedTuple
 from dltta.errors import StateError
 from dltta.files import sync_folder
 
-START = "0" * 64  # what the first line is chained to
+START = "0" * 64  # the `previous` of the first line
 
-Entry = dict[str, Any]
+Fields = dict[str, Any]
 
 
 class Line(NamedTuple):
-    """One line of the log and the bytes of the file that it takes."""
+    """One line of the log, and where in the file it begins and ends."""
 
     begin: int
     end: int
-    entry: Entry
+    entry: Fields
 
 
 class Journal:
-    """Groups of lines appended to a file, of which it keeps only the last hash in mind; opening checks the chain."""
+    """Groups of lines appended to a file; opening checks the chain, only the last hash stays in memory."""
 
     def __init__(self, path: Path, anchor: Path) -> None:
         self.path, self.anchor = path, anchor
         self.head = START  # the hash of the last line
         self.size = 0  # bytes of all whole groups
-        anchored = read_anchor(anchor)  # before the log, which is written first
+        anchored = read_anchor(anchor)  # read before the log, because it is written after it
         missing = anchored not in (None, START)
         for group in walk(path):
             self.head, self.size = group[-1].entry["hash"], group[-1].end
@@ -52,11 +52,11 @@ class Journal:
             if begin < self.size:
                 yield Line(begin, begin + len(text), json.loads(text))
 
-    def at(self, begin: int) -> Entry:
-        """The line that begins there."""
+    def at(self, begin: int) -> Fields:
+        """The line that begins at this byte."""
         with self.path.open("rb") as file:
             file.seek(begin)
-            entry: Entry = json.loads(file.readline())
+            entry: Fields = json.loads(file.readline())
         return entry
 
     def append(self, entries: Sequence[Mapping[str, Any]]) -> list[Line]:
@@ -78,19 +78,19 @@ class Journal:
         return lines
 
 
-def chain(entry: Mapping[str, Any], previous: str) -> Entry:
+def chain(entry: Mapping[str, Any], previous: str) -> Fields:
     """The entry with the hash of the line before it and its own, over all bytes of the line without it."""
     linked = {**entry, "previous": previous}
     return {**linked, "hash": hashlib.sha256(render(linked)).hexdigest()}
 
 
 def render(entry: Mapping[str, Any]) -> bytes:
-    """The one way in which an entry is written."""
+    """An entry as bytes; there is only this way to write it."""
     return (json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def walk(path: Path) -> Iterator[list[Line]]:
-    """The whole groups of a log; raises `StateError` at the first line that is not as it was written."""
+    """The whole groups of a log; raises `StateError` at the first line that was altered."""
     group: list[Line] = []
     head = START
     for number, (begin, text) in enumerate(_texts(path), 1):
@@ -107,7 +107,7 @@ def walk(path: Path) -> Iterator[list[Line]]:
 
 
 def _texts(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Every line that has its end, and where it begins."""
+    """Every line that ends in a newline, and where it begins."""
     if not path.exists():
         return
     begin = 0
@@ -118,20 +118,20 @@ def _texts(path: Path) -> Iterator[tuple[int, bytes]]:
             begin += len(text)
 
 
-def _intact(text: bytes) -> Entry | None:
-    """The entry of a line that carries the hash of its other bytes."""
+def _intact(text: bytes) -> Fields | None:
+    """The entry of a line if its hash is that of its other bytes, else None."""
     body, _, claimed = text.rpartition(b', "hash": "')
     if claimed != hashlib.sha256(body + b"}\n").hexdigest().encode() + b'"}\n':
         return None
     try:
-        entry: Entry = json.loads(text)
+        entry: Fields = json.loads(text)
         return entry if {"previous", "of"} <= entry.keys() else None
     except (ValueError, AttributeError, RecursionError):
         return None
 
 
 def read_anchor(path: Path) -> str | None:
-    """The hash of the last line when it was written; None if there is none, as when a crash came before the first."""
+    """The hash of the last line when the anchor was written; None without an anchor, as before the first line."""
     try:
         found = re.fullmatch(rb"([0-9a-f]{64})\n", path.read_bytes())
     except FileNotFoundError:
@@ -142,7 +142,7 @@ def read_anchor(path: Path) -> str | None:
 
 
 def write_anchor(path: Path, head: str) -> None:
-    """In place, which so few bytes are as a whole, and without waiting for the disk: an older hash only sees less."""
+    """In place, because so few bytes are written as a whole; a power cut may leave an older hash, which still holds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
@@ -152,7 +152,7 @@ def write_anchor(path: Path, head: str) -> None:
 
 
 def cut_off(path: Path, anchored: str | None) -> str:
-    """What is wrong with a log that does not reach its anchor, in words."""
+    """One sentence about a log that does not reach its anchor."""
     if anchored is None:
         return f"{path}: the anchor that says where it ends is gone"
     return f"{path}: lines at its end are missing"
@@ -160,17 +160,17 @@ def cut_off(path: Path, anchored: str | None) -> str:
 
 @contextmanager
 def on_disk(path: Path) -> Iterator[None]:
-    """Turns a full disk or a read-only folder into one sentence."""
+    """Turns an error of the disk into one sentence."""
     try:
         yield
     except OSError as error:
         raise StateError(
-            f"{path}: cannot be written ({error.strerror or error}); free space or get leave to write, then --resume"
+            f"{path}: cannot be written ({error.strerror or error}); free space or allow writing, then --resume"
         ) from error
 
 
 def _write(path: Path, begin: int, text: bytes) -> None:
-    """Text from a place on, nothing after it, on the disk; if that fails, the file ends at that place."""
+    """Write text at a place, end the file after it, wait for the disk; on failure the file ends at that place."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         os.ftruncate(handle, begin)

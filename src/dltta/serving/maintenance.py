@@ -1,4 +1,4 @@
-"""Looking after a stream on disk: what is there, go back, take the adapted network out, find alterations."""
+"""Maintenance of a stream on disk: list its versions, roll back, export the adapted network, find alterations."""
 
 import copy
 import hashlib
@@ -8,27 +8,27 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save as tensors_to_bytes
-from torch import nn
 
 from dltta.errors import SettingError, StateError
 from dltta.files import write_atomically
 from dltta.models.io.bundle.export import export_bundle
 from dltta.models.io.checkpoint import save_checkpoint
 from dltta.models.io.opened import OpenedModel
-from dltta.serving.folder import FILES, LOG, STATE, TABLE
-from dltta.serving.index import Record, Table
-from dltta.serving.journal import START, Entry, Journal, cut_off, on_disk, read_anchor, walk
+from dltta.serving.index import PredictionTable, StreamIndex
+from dltta.serving.journal import START, Fields, Journal, cut_off, on_disk, read_anchor, walk
+from dltta.serving.record import LOG, STATE, TABLE, require_schema
 from dltta.serving.state import StateFolder, Version
+from dltta.serving.written import FILES
 
 ADDED = ("event", "state", "state_sha256", "of", "previous", "hash")  # to the settings, in the first line
 
 
 @dataclass(frozen=True)
 class Listed:
-    """One version that is still on disk and what it came of."""
+    """One version that is still on disk, and the batch that led to it."""
 
     version: int
-    cases: tuple[str, ...]  # answered in the batch that led to it
+    cases: tuple[str, ...]  # of that batch
     event: str | None  # start, or a rollback
     bytes: int
     current: bool
@@ -38,7 +38,7 @@ def list_versions(output: Path) -> list[Listed]:
     """The versions of a stream, oldest first."""
     folder = StateFolder(output / STATE)
     there = set(folder.numbers())
-    made: dict[int, list[Entry]] = {}
+    made: dict[int, list[Fields]] = {}
     for line in _entries(output):
         if "state_sha256" in line and line["state"] in there:
             made.setdefault(line["state"], []).append(line)
@@ -54,18 +54,18 @@ def list_versions(output: Path) -> list[Listed]:
     ]
 
 
-def answered_names(output: Path) -> set[str]:
-    """Names of the cases that have an answer; none where there is no stream yet."""
-    return {line["case"] for line in _lines(output) if "answer" in line}
+def predicted_names(output: Path) -> set[str]:
+    """Names of the cases that have a prediction; none where there is no stream yet."""
+    return {line["case"] for line in _lines(output) if "prediction" in line}
 
 
 def show_version(output: Path, number: int | None = None) -> dict[str, Any]:
-    """What a version holds, in numbers."""
+    """What a version holds: sizes, counts and settings."""
     folder, version = _version(output, number)
     extra = version.state["extra"]
     return {
         "version": version.number,
-        "batches": extra["taken"],
+        "batches": extra["batches_seen"],
         "adapted": {name: list(version.state["moving"][name].shape) for name in extra["adapted"]},
         "memory": sum(pairs.count for pairs in version.pairs),
         "settings": {key: value for key, value in folder.description().items() if key != "key"},
@@ -73,11 +73,11 @@ def show_version(output: Path, number: int | None = None) -> dict[str, Any]:
 
 
 def roll_back(output: Path, number: int) -> int:
-    """Go on from an older version; the log keeps what happened since. The number of the new version."""
+    """Continue from an older version; the log keeps what happened since. Returns the number of the new version."""
     _require_log(output)
     folder = StateFolder(output / STATE)
     with folder.locked():
-        record = Record(Journal(output / LOG, folder.anchor))
+        record = StreamIndex(Journal(output / LOG, folder.anchor))
         sha256 = _made(output)[_known(folder, number, record.version)]
         new = record.version + 1
         folder.copy(number, sha256, new)
@@ -86,7 +86,7 @@ def roll_back(output: Path, number: int) -> int:
 
 
 def verify(output: Path) -> list[str]:
-    """Everything about a stream's record that is not as it was written, a sentence each."""
+    """One sentence for everything in a stream's folder that is not as `dltta adapt` wrote it."""
     folder = StateFolder(output / STATE)
     anchored = read_anchor(folder.anchor)  # before the log, which is written first
     _require_log(output)
@@ -108,29 +108,35 @@ def verify(output: Path) -> list[str]:
 
 
 def export(output: Path, opened: OpenedModel, target: Path, *, number: int | None = None, bundle: bool = False) -> Path:
-    """The adapted network for frozen use: as it came (checkpoint folder, weights of one's own code), or as a bundle."""
+    """The adapted network for frozen use, in the format that the model came in, or as a MONAI bundle."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise SettingError(f"{target} is there already and not empty; choose another folder")
     if not bundle and opened.kind == "bundle":
-        raise SettingError(f"{opened.name} came as a MONAI bundle and can only go as one; add --bundle")
-    version, model = adapted_network(output, opened, number)
+        raise SettingError(f"{opened.name} is a MONAI bundle and can only be exported as one; add --bundle")
+    version, adapted = adapted_model(output, opened, number)
     with on_disk(target):
         if bundle:
-            export_bundle(target, opened, model)
-        elif opened.checkpoint is not None:
-            record = {**opened.checkpoint.record, "adapted": {"version": version.number, "state": version.sha256}}
-            save_checkpoint(target, replace(opened.checkpoint, model=model, record=record))
+            export_bundle(target, adapted)
+        elif adapted.checkpoint is not None:
+            record = {**adapted.checkpoint.record, "adapted": {"version": version.number, "state": version.sha256}}
+            save_checkpoint(target, replace(adapted.checkpoint, model=adapted.model, record=record))
         else:
-            weights = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
+            state = adapted.model.state_dict()
+            weights = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
             write_atomically(target / "model.safetensors", tensors_to_bytes(weights))
     return target
 
 
-def adapted_network(output: Path, opened: OpenedModel, number: int | None = None) -> tuple[Version, nn.Module]:
-    """The network with the parameters that a stream moved, its stored statistics as they were."""
+def adapted_model(output: Path, opened: OpenedModel, number: int | None = None) -> tuple[Version, OpenedModel]:
+    """The network that the stream's method starts from, with the parameters that the stream moved.
+
+    Its stored statistics are as they were.
+    """
     folder, version = _version(output, number)
-    if folder.description().get("network") != opened.fingerprint:
-        raise StateError(f"{output} adapted another network than this one; give the one it was begun with")
+    begun = folder.description()
+    if begun.get("network") != opened.fingerprint:
+        raise StateError(f"{output} adapted another network than this one; give the model that it was begun with")
+    opened = opened.for_method(_method(folder, begun))
     model = copy.deepcopy(opened.model)
     own = dict(model.named_parameters())
     added = [name for name in version.state["extra"]["adapted"] if name not in own]
@@ -138,28 +144,40 @@ def adapted_network(output: Path, opened: OpenedModel, number: int | None = None
         raise SettingError(f"the method put {added[0]!r} into the network, which a plain network cannot hold")
     for name in version.state["extra"]["adapted"]:
         own[name].data.copy_(version.state["moving"][name])
-    return version, model
+    return version, replace(opened, model=model)
 
 
-def _entries(output: Path) -> Iterator[Entry]:
-    """The lines of a stream that is there and intact."""
+def _method(folder: StateFolder, begun: Mapping[str, Any]) -> str:
+    recipe = begun.get("recipe")
+    if not isinstance(recipe, dict) or "method" not in recipe:
+        raise StateError(f"{folder.folder / 'stream.json'} was altered: it names no method")
+    return str(recipe["method"])
+
+
+def _entries(output: Path) -> Iterator[Fields]:
+    """The lines of a stream, which must have some; raises at the first altered one."""
     _require_log(output)
     if next(_lines(output), None) is None:
         raise StateError(f"{output / LOG} is empty: no stream was begun here")
     yield from _lines(output)
 
 
-def _lines(output: Path) -> Iterator[Entry]:
+def _lines(output: Path) -> Iterator[Fields]:
     return (line.entry for group in walk(output / LOG) for line in group)
 
 
 def _require_log(output: Path) -> None:
     if not (output / LOG).is_file():
         raise StateError(f"{output} is not the output of dltta adapt: there is no {LOG}; give the folder of its -o")
+    try:
+        description = StateFolder(output / STATE).description()
+    except StateError:
+        return  # reported by whoever needs it
+    require_schema(description, output)
 
 
 def _version(output: Path, number: int | None) -> tuple[StateFolder, Version]:
-    """A version, the current one unless said otherwise, which must be the one that the log names."""
+    """A version, by default the current one; its file must have the hash that the log names."""
     folder, made = StateFolder(output / STATE), _made(output)
     chosen = max(made) if number is None else _known(folder, number, max(made))
     return folder, folder.read(chosen, made[chosen])
@@ -188,12 +206,12 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"
 
 
-def _event(line: Entry) -> str:
+def _event(line: Fields) -> str:
     return f"rollback to {line['to']}" if line["event"] == "rollback" else str(line["event"])
 
 
-def _settings(folder: StateFolder, begun: Entry) -> Iterator[str]:
-    """Whether the settings are those that the first line tells."""
+def _settings(folder: StateFolder, begun: Fields) -> Iterator[str]:
+    """Settings that differ from those in the first line."""
     try:
         found = folder.description()
     except StateError as error:
@@ -205,7 +223,7 @@ def _settings(folder: StateFolder, begun: Entry) -> Iterator[str]:
 
 
 def _versions(folder: StateFolder, made: Mapping[int, str]) -> Iterator[str]:
-    """Versions that are not those that the log names; the current one must be there."""
+    """Versions that differ from those that the log names."""
     newest = max(made, default=0)
     for number in sorted({*folder.numbers(), newest} & made.keys()):
         try:
@@ -215,8 +233,8 @@ def _versions(folder: StateFolder, made: Mapping[int, str]) -> Iterator[str]:
                 yield str(error)
 
 
-def _files(output: Path, line: Entry) -> Iterator[str]:
-    """Answers that are gone or altered."""
+def _files(output: Path, line: Fields) -> Iterator[str]:
+    """Predictions that are missing or altered."""
     for key, checksum in FILES:
         if checksum in line:
             file = output / line[key]
@@ -226,12 +244,12 @@ def _files(output: Path, line: Entry) -> Iterator[str]:
                 yield f"{file} was altered"
 
 
-def _table(output: Path, begun: Entry) -> Iterator[str]:
-    """Whether the table is the one that the log gives; after a crash it may end earlier."""
+def _table(output: Path, begun: Fields) -> Iterator[str]:
+    """A table that differs from the log; after a crash it may end earlier."""
     if begun.get("task") != "classification":
         return
-    table = Table(output / TABLE, begun["classes"])
+    table = PredictionTable(output / TABLE, begun["classes"])
     if not table.path.is_file():
-        yield f"{table.path} is missing; resume the stream to have it made anew"
+        yield f"{table.path} is missing; resume the stream to write it again"
     elif not table.text(_lines(output)).encode().startswith(table.path.read_bytes()):
-        yield f"{table.path} was altered; resume the stream to have it made anew"
+        yield f"{table.path} was altered; resume the stream to write it again"

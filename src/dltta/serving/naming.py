@@ -1,8 +1,8 @@
-"""What is a case called in the log, in answers and in messages?
+"""What is a case called in the log, in predictions and in messages?
 
-By its file's name; folders are never told. An anonymous stream calls a case by the hash of its content, and takes file
-names out of every sentence. What cannot even be read gets a hash of its name with a key that stays with the state, so
-that nobody who has the log alone can try names.
+By the name of its file, never by a folder. An anonymous stream uses the hash of the content instead, and removes file
+names from every message. A file that cannot be read gets a keyed hash of its name; the key stays with the state, so
+that names cannot be guessed from the log alone.
 """
 
 import hashlib
@@ -30,11 +30,11 @@ class Naming:
         return "unread-" + hmac.new(self.key.encode(), case.name.encode(), hashlib.sha256).hexdigest()[:16]
 
     def image(self, case: Incoming, digest: str) -> str:
-        """What a table of labels calls it: the file with its ending where it is one."""
+        """Its name in `predictions.csv`: with the ending of the file, where it is a single file."""
         return case.files[0].name if self.key is None and len(case.files) == 1 else self.name(case, digest)
 
     def reason(self, error: DlttaError, case: Incoming, name: str) -> str:
-        """What went wrong in one sentence fit for the log: without folders, anonymous without file names."""
+        """What went wrong, in one sentence for the log: no folders, in an anonymous stream no file names."""
         sentence = " ".join(str(error).split())
         for folder in {str(file.parent) for file in case.files}:
             sentence = sentence.removeprefix(f"{folder}: ").replace(f"{folder}{os.sep}", "")
@@ -44,7 +44,7 @@ class Naming:
         return sentence.removeprefix(f"{name}: ")
 
     def sentence(self, error: DlttaError, case: Incoming, name: str) -> str:
-        """The same for whoever runs the stream: with the path, unless anonymous."""
+        """The same for the user: with the path, unless the stream is anonymous."""
         whole = " ".join(str(error).split())
         if self.key is not None:
             return f"{name}: {self.reason(error, case, name)}"
@@ -52,7 +52,7 @@ class Naming:
 
 
 def _words(case: Incoming) -> set[str]:
-    """Everything that tells the case's name, also as Python would quote it."""
+    """Everything that contains the case's name, also as Python quotes it."""
     names = {file.name for file in case.files} | {file.parent.name for file in case.files if case.kind == "dicom"}
     stems = {name.split(".")[0] for name in names} | {name.rpartition(".")[0] for name in names}
     plain = {case.name, *names, *stems} - {""}

@@ -1,12 +1,12 @@
-"""A stream on disk: what the adapter had learned after each batch, so that it can stop at any moment and go on.
+"""What the adapter had learned after each batch, on disk, so that a stream can stop at any moment and resume.
 
 OUT/state/
-  stream.json                 the network and the settings; what a resumed stream must share
+  stream.json                 the model and the settings, which a resumed stream must share
   head                        the anchor of the log (`journal.py`)
   versions/000012.safetensors what moved, the optimizer and counters after version 12
   memory/000012.safetensors   the pairs that version 12 put into the memory
-A version is written before the line of the log that names it and its hash; one that no line names never was. The same
-state gives the same bytes.
+A version is written before the line of the log that names it and its hash; a version that no line names does not count.
+The same state gives the same bytes.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ ROOM = 1 << 30  # bytes that they may take together; the latest two are kept wha
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs of the memory that lie in one file: the latest `count` of those that version `number` pushed."""
+    """Pairs of the memory in one file: the latest `count` of those that version `number` pushed."""
 
     number: int
     count: int
@@ -44,7 +44,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Version:
-    """The adapter after some batch: nested dictionaries of tensors and numbers, memory pairs by where they are."""
+    """The adapter after a batch: nested dictionaries of tensors and numbers, and the files that hold its memory."""
 
     number: int
     sha256: str
@@ -84,8 +84,8 @@ class StateFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Only one process at a time works on a stream; the lock ends with the process, however it ends."""
-        import fcntl  # not everywhere, and nothing else needs it
+        """Only one process at a time works on a stream; the lock ends with the process, even when it is killed."""
+        import fcntl  # not on every system, and nothing else needs it
 
         with on_disk(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -107,13 +107,13 @@ class StateFolder:
             remove_parts(folder)
 
     def save(self, number: int, adapter: Adapter) -> str:
-        """Write version `number` and answer its hash; the oldest go when there are too many or too large."""
+        """Write version `number` and return its hash; the oldest go when there are too many or they take too much."""
         packed = self.pack(number, adapter)
         self.put(packed)
         return packed.sha256
 
     def pack(self, number: int, adapter: Adapter) -> Packed:
-        """Version `number` as it will be on the disk; the version before it must be there."""
+        """Version `number` as bytes; the version before it must be on the disk."""
         extra = adapter.get_extra_state()
         memory = extra.pop("memory")
         new_pairs = None
@@ -123,7 +123,7 @@ class StateFolder:
         return Packed(number, pack({"moving": _moving(adapter), "extra": extra}, self._description()), new_pairs)
 
     def put(self, packed: Packed) -> None:
-        """Onto the disk; on return a power cut does not harm it."""
+        """Write a packed version; on return it survives a power cut."""
         with on_disk(self.folder):
             if packed.new_pairs is not None:
                 write_atomically(self._memory(packed.number), packed.new_pairs)
@@ -131,7 +131,7 @@ class StateFolder:
             self._forget()
 
     def load(self, number: int, sha256: str, adapter: Adapter) -> None:
-        """Bring an adapter of the same network and settings to version `number`; later versions never were."""
+        """Bring an adapter of the same network and settings to version `number`, and remove later versions."""
         version = self.read(number, sha256)
         extra = dict(version.state["extra"])
         memory = extra.get("memory")
@@ -145,7 +145,7 @@ class StateFolder:
                     self._needs.pop(later, None)
 
     def read(self, number: int, sha256: str) -> Version:
-        """One version as it was written; what has another hash is not even looked into."""
+        """One version; a file with another hash is not parsed."""
         state, description = unpack(_read(self._version(number), sha256), self._version(number))
         return Version(number, sha256, state, tuple(Pairs(**entry) for entry in description["pairs"]))
 
@@ -158,7 +158,7 @@ class StateFolder:
             held, _ = unpack(_read(path, pairs.sha256), path)
             keys += list(held["keys"])[-pairs.count :]
             values += held["values"][-pairs.count :]
-        pushed = (version.state["extra"]["memory"] or {"pushed": 0})["pushed"]
+        pushed = (version.state["extra"].get("memory") or {"pushed": 0})["pushed"]
         first = pushed % len(keys) if keys else 0  # slot of the oldest once the bank has gone round
         order = [*range(len(keys) - first, len(keys)), *range(len(keys) - first)]
         return {
@@ -167,7 +167,7 @@ class StateFolder:
         }
 
     def copy(self, number: int, sha256: str, new: int) -> None:
-        """Version `new` is what version `number` was, and has its hash."""
+        """Write version `number` again as version `new`; both have the same hash."""
         self._pairs = self.read(number, sha256).pairs
         with on_disk(self.folder):
             self._put(new, _read(self._version(number), sha256))
@@ -182,7 +182,7 @@ class StateFolder:
         return _numbers(self.folder / "versions")
 
     def describe(self, settings: Mapping[str, Any]) -> None:
-        """Write what a resumed stream must share."""
+        """Write the settings that a resumed stream must share."""
         with on_disk(self.folder):
             write_atomically(self.folder / "stream.json", json.dumps(settings, indent=1, sort_keys=True) + "\n")
 
@@ -234,7 +234,7 @@ class StateFolder:
                 self._memory(number).unlink()
 
     def _needed(self, number: int) -> tuple[int, ...]:
-        """The files of pairs that a version needs; none if it is damaged, for then nobody can go back to it."""
+        """The files of pairs that a version needs; none if it is damaged, because nobody can go back to it."""
         if number not in self._needs:
             try:
                 described = header(_read(self._version(number)))["description"]

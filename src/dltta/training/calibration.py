@@ -1,4 +1,4 @@
-"""Source side. How does the trained network behave at home? Measured without labels, on held-out images first."""
+"""Source side. How does the source model behave on source images? Measured without labels, on held-out images first."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -18,16 +18,16 @@ from dltta.models.statistics import InstanceStatistics
 
 MOST = 64  # images; more change the spread of a mean by less than a tenth
 FEWEST = 8  # images that say something about the rare ones among them
-USUAL = 0.95  # the quantile that ends what is usual at home
+USUAL = 0.95  # the quantile that ends what is usual at the source site
 
 
 @torch.no_grad()
 def calibrate(model: nn.Module, images: Sequence[Tensor], *, layer: str | None = None) -> Calibration:
-    """Look at up to 64 source images (C, *spatial) of one size, as the network takes them.
+    """Measured on up to 64 source images (C, *spatial) of one size, as the network takes them.
 
     `predictions` holds, all without labels:
     - `images`: how many
-    - `shares`: per class the least and the greatest share of an image that was answered with it
+    - `shares`: per class the least and the greatest share of an image that was predicted to be it
     - `marginal_entropy`: the least entropy of an image's mean prediction
     - `discrepancy`: the median discrepancy of the images to their 8 nearest among the 20 before them; None if too few
     - `ood_score`, see there; None without batch normalization or with fewer than 8 images
@@ -53,7 +53,7 @@ def calibrate(model: nn.Module, images: Sequence[Tensor], *, layer: str | None =
     calibration = Calibration(samples.stacked(), samples.eps)
     enough, dense = len(chosen) >= FEWEST, predictions[0].ndim > 2
     found = {
-        **answer_ranges(predictions),
+        **prediction_ranges(predictions),
         "discrepancy": median(discrepancies) if discrepancies else None,
         "ood_score": ood_levels(model, chosen, calibration) if enough and calibration.layers else None,
         "entropy": entropy_levels(model, chosen) if enough and dense else None,
@@ -61,7 +61,7 @@ def calibrate(model: nn.Module, images: Sequence[Tensor], *, layer: str | None =
     return Calibration(calibration.layers, calibration.eps, found)
 
 
-def answer_ranges(predictions: Sequence[Tensor]) -> dict[str, Any]:
+def prediction_ranges(predictions: Sequence[Tensor]) -> dict[str, Any]:
     """Ranges over the predictions (1, C, *positions) of single images."""
     marginals = torch.cat([prediction.flatten(2).mean(2) for prediction in map(_dense, predictions)])  # (N, C)
     entropies = -(marginals * marginals.clamp_min(torch.finfo(marginals.dtype).tiny).log()).sum(1)
@@ -77,13 +77,13 @@ def _dense(prediction: Tensor) -> Tensor:
 
 
 def ood_levels(model: nn.Module, images: Sequence[Tensor], calibration: Calibration) -> dict[str, float]:
-    """How strange images are at home, each measured against the others, and how strange useless ones are.
+    """OOD scores of source images, each measured against the others, and of useless images.
 
     - `first`: what 95 % of the images stay below at the first layer, which sees the scanner before the content
     - `usual`: the same for the median over all layers
     - `negative`, `noise`: the medians, over all layers, of the images' negatives and of noise of the same range
     """
-    home = _left_out(calibration)
+    left_out = _left_out(calibration)
     device = next(model.parameters()).device
     measure = OODScore(calibration)
 
@@ -95,29 +95,29 @@ def ood_levels(model: nn.Module, images: Sequence[Tensor], calibration: Calibrat
         return measure(samples.stacked()).median(0).values.median().item()
 
     return {
-        "first": home[0].quantile(USUAL).item(),
-        "usual": home.median(0).values.quantile(USUAL).item(),
+        "first": left_out[0].quantile(USUAL).item(),
+        "usual": left_out.median(0).values.quantile(USUAL).item(),
         "negative": typical(negative),
         "noise": typical(noise),
     }
 
 
 def entropy_levels(model: nn.Module, images: Sequence[Tensor]) -> dict[str, float]:
-    """The mean entropy of predictions under instance statistics, which take the scanner away.
+    """The mean entropy of predictions under instance statistics, which remove what the scanner does to all of an image.
 
     - `median` of the images
     - `usual`: what 95 % of them stay below
     - `shuffled`: the median of the images with their pixels in random order: as bright, and nothing to be seen
     """
-    alone = copy.deepcopy(model)
-    use_test_statistics(alone, InstanceStatistics())
+    normalized = copy.deepcopy(model)
+    use_test_statistics(normalized, InstanceStatistics())
     device = next(model.parameters()).device
 
     def over(change: Callable[[Tensor], Tensor]) -> Tensor:
-        return torch.tensor([entropy(alone(change(image)[None].to(device))).mean().item() for image in images])
+        return torch.tensor([entropy(normalized(change(image)[None].to(device))).mean().item() for image in images])
 
-    home, noise = over(lambda image: image), over(shuffled)
-    return {"median": home.median().item(), "usual": home.quantile(USUAL).item(), "shuffled": noise.median().item()}
+    intact, mixed = over(lambda image: image), over(shuffled)
+    return {"median": intact.median().item(), "usual": intact.quantile(USUAL).item(), "shuffled": mixed.median().item()}
 
 
 def negative(image: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def shuffled(image: Tensor) -> Tensor:
 
 
 def _left_out(calibration: Calibration) -> Tensor:
-    """The ood_score of each image to a calibration with the others: (layers, N)."""
+    """The OOD score of each image to a calibration with the others: (layers, N)."""
     rows = []
     for name, (means, variances) in calibration.layers.items():
         parts = means.double(), log_variances(variances.double(), calibration.eps[name])

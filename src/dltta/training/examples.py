@@ -1,17 +1,19 @@
 """Source side. Labeled images as training sees them: preprocessed, split by patient, augmented repeatably."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
-from monai import transforms as mt
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
 from dltta.data.case import Case, Dataset
 from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DataError
+
+if TYPE_CHECKING:
+    from monai.transforms import Compose
 
 Pair = tuple[Tensor, Tensor]  # image (C, *spatial), label (*spatial) or ()
 
@@ -23,7 +25,7 @@ class Examples(TorchDataset[Pair]):
     resumed training sees what an uninterrupted one would have seen.
     """
 
-    def __init__(self, pairs: Sequence[Pair], augment: mt.Compose | None = None, *, seed: int = 0) -> None:
+    def __init__(self, pairs: Sequence[Pair], augment: "Compose | None" = None, *, seed: int = 0) -> None:
         self.pairs, self.augment, self.seed, self.epoch = pairs, augment, seed, 0
 
     def __len__(self) -> int:
@@ -33,10 +35,15 @@ class Examples(TorchDataset[Pair]):
         image, label = self.pairs[index]
         if self.augment is None:
             return image, label
-        self.augment.set_random_state(int(np.random.SeedSequence([self.seed, self.epoch, index]).generate_state(1)[0]))
+        self.augment.set_random_state(derived_seed(self.seed, self.epoch, index))
         dense = label.ndim > 0
         drawn = self.augment({"image": image, "label": label[None]} if dense else {"image": image})
         return without_history(drawn["image"]), without_history(drawn["label"])[0] if dense else label
+
+
+def derived_seed(*numbers: int) -> int:
+    """A seed that these numbers decide; neighboring numbers give unrelated seeds."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def without_history(image: Tensor) -> Tensor:
@@ -64,8 +71,13 @@ def require_one_size(cases: Sequence[Case], pairs: Sequence[Pair]) -> None:
             )
 
 
-def split_by_group(cases: Sequence[Case], share: float, seed: int) -> tuple[list[int], list[int]]:
-    """Positions for training and validation; all cases of a patient on the same side."""
+def split_by_group(cases: Sequence[Case], share: float | tuple[str, ...], seed: int) -> tuple[list[int], list[int]]:
+    """Positions for training and validation; all cases of a patient on the same side.
+
+    `share` is how many of the patients validate, drawn with the seed, or which: their names.
+    """
+    if isinstance(share, tuple):
+        return _named_split(cases, share)
     groups = sorted({(case.site, case.group) for case in cases})
     if share == 0:
         return list(range(len(cases))), []
@@ -80,13 +92,23 @@ def split_by_group(cases: Sequence[Case], share: float, seed: int) -> tuple[list
     return [i for i in range(len(cases)) if i not in set(validation)], validation
 
 
+def _named_split(cases: Sequence[Case], names: tuple[str, ...]) -> tuple[list[int], list[int]]:
+    held = {i for i, case in enumerate(cases) if case.group in names}
+    if not 0 < len(held) < len(cases):
+        whose = "none" if not held else "all"
+        raise DataError(f"{whose} of the {len(cases)} cases are of {', '.join(names)}; name some of the patients")
+    return [i for i in range(len(cases)) if i not in held], sorted(held)
+
+
 def augmentation(
     kind: Literal["none", "light"], spatial_dims: int, patch: Sequence[int] | None, *, dense: bool
-) -> mt.Compose | None:
+) -> "Compose | None":
     """MONAI transforms on {"image", "label"}: mirroring, small changes of brightness, contrast and noise; crops.
 
     No rotation: an image that may be turned cannot be told from a turned one, which is what the rotation head learns.
     """
+    from monai import transforms as mt  # here: importing any part of MONAI imports all of it
+
     both = ["image", "label"] if dense else ["image"]
     crops = [] if patch is None else [mt.SpatialPadd(both, patch), mt.RandSpatialCropd(both, patch, random_size=False)]
     mirrored = spatial_dims - 1 if spatial_dims == 2 else 0  # left and right

@@ -1,6 +1,6 @@
 """Source side. One loop for every kind of training: epochs, resume, several processes.
 
-`learn` repeats a learner's steps and knows nothing else about it. `fit` is `learn` for the usual case: a module whose
+`learn` repeats a learner's steps and knows nothing else about it. `supervised` gives the usual learner: a module whose
 call on (images, labels, random generator) gives a dictionary of losses, whose sum is minimized with Adam.
 """
 
@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from dltta.errors import SettingError, StateError
 from dltta.files import write_atomically
 from dltta.models.fast import speed_up
-from dltta.training.examples import Examples
+from dltta.training.examples import derived_seed
 
 Batch = Sequence[Tensor]
 Losses = dict[str, float]
@@ -183,23 +183,12 @@ class Supervised:
         self.optimizer.load_state_dict(state["optimizer"])
 
 
-def fit(
-    module: nn.Module,
-    examples: Examples,
-    plan: Plan,
-    journal: Journal,
-    *,
-    device: torch.device,
-    ranks: Ranks,
-    report: Report,
-    finish: Finish,
-) -> None:
-    """Train the module's parameters that require gradients; continues where the journal stands."""
+def supervised(module: nn.Module, plan: Plan, ranks: Ranks) -> Supervised:
+    """A learner of the module's parameters that require gradients, with Adam."""
     speed_up(module)
     optimizer = torch.optim.Adam([p for p in module.parameters() if p.requires_grad], lr=plan.learning_rate)
     wrapped = DistributedDataParallel(module, find_unused_parameters=True) if ranks.world > 1 else module
-    learner = Supervised(module, wrapped, optimizer)
-    learn(learner, examples, plan, journal, device=device, ranks=ranks, report=report, finish=finish)
+    return Supervised(module, wrapped, optimizer)
 
 
 def learn(
@@ -219,9 +208,9 @@ def learn(
     done = journal.restore(plan.stage, learner)
     for epoch in range(done + 1, plan.epochs + 1):
         examples.epoch = epoch
-        generator = torch.Generator().manual_seed(_seed(plan.seed, epoch, ranks.rank))
+        generator = torch.Generator().manual_seed(derived_seed(plan.seed, epoch, ranks.rank))
         loader = _loader(examples, plan, epoch, ranks)
-        torch.manual_seed(_seed(plan.seed, epoch, ranks.rank))  # dropout
+        torch.manual_seed(derived_seed(plan.seed, epoch, ranks.rank))  # dropout
         learner.train()
         row: Row = {"stage": plan.stage, "epoch": epoch}
         row.update(_epoch(learner, loader, plan, epoch, generator, device, partial(report, plan, epoch)))
@@ -263,7 +252,3 @@ def _batches(count: int, plan: Plan, epoch: int, ranks: Ranks) -> Iterator[list[
     for start in range(0, len(order), plan.batch_size):
         if share := order[start : start + plan.batch_size][ranks.rank :: ranks.world]:
             yield share
-
-
-def _seed(*numbers: int) -> int:
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0])

@@ -1,4 +1,4 @@
-"""Source side. How is the source network trained? Every default with where it comes from."""
+"""Source side. How is the source model trained? Every default with where it comes from."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -20,7 +20,7 @@ class TrainingSettings:
     loss: Literal["ce", "ce+dice"] = "ce"  # the paper names cross-entropy
     augmentation: Literal["none", "light"] = "light"
     patch: tuple[int, ...] | None = None  # random crops of this size; None trains on whole images
-    validation: float = 0.2  # share of patients; the paper's OCT split is 147 of 735 slices
+    validation: float | tuple[str, ...] = 0.2  # share of patients, or their names; the paper's OCT split is a fifth
     seed: int = 0
     with_: tuple[str, ...] = ()  # to train or keep too: ttt, atta, memory (pairs of source images)
     rotation_hidden: int = 64
@@ -34,7 +34,7 @@ class TrainingSettings:
         for name in ("epochs", "batch_size", "autoencoder_epochs", "autoencoder_batch"):
             if getattr(self, name) < 1:
                 raise SettingError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 <= self.validation < 1:
+        if not isinstance(self.validation, tuple) and not 0 <= self.validation < 1:
             raise SettingError(f"validation must be a share from 0 to below 1, got {self.validation}")
         if self.loss not in ("ce", "ce+dice"):
             raise SettingError(f"loss must be 'ce' or 'ce+dice', got {self.loss!r}")

@@ -1,4 +1,9 @@
-"""Source side. Trains the task network on labeled source images — Eq. (1) — and what TTT and ATTA need beside it."""
+"""Source side. Trains the source model on labeled source images — Eq. (1) — and what TTT and ATTA need beside it.
+
+Stages, in this order, each resumable: `task` trains the source model with the task loss alone; `ttt`, if asked for,
+trains a second network from the same initial weights on the same batches, jointly with rotation; `atta`, if asked for,
+trains auto-encoders on the source model. So the source model is the same bits whatever else is trained.
+"""
 
 import copy
 import math
@@ -6,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,34 +19,39 @@ from torch import Tensor, nn
 from dltta.data.case import Dataset, Task
 from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DataError, SettingError, StateError
-from dltta.models.calibration import Calibration
 from dltta.models.encoder import encode, shared_parameters
 from dltta.models.features import find_feature_layer
 from dltta.models.io.checkpoint import (
     Checkpoint,
     Reconstructions,
     Rotation,
-    SourcePairs,
     load_checkpoint,
     save_checkpoint,
-    weights_checksum,
 )
+from dltta.models.io.fingerprint import fingerprint
 from dltta.models.nets.architecture import Architecture
+from dltta.models.normalization import kept_statistics
 from dltta.models.parts.autoencoders import DENSENET_LEVELS, UNET_LEVELS, AutoEncoders, Watch
 from dltta.models.parts.rotation import TURNS, RotationHead, rotation_loss
 from dltta.training.calibration import MOST, calibrate
 from dltta.training.examples import Examples, Pair, augmentation, gather, read_pairs, require_one_size, split_by_group
-from dltta.training.fit import Journal, Plan, Ranks, Report, Row, fit
+from dltta.training.fit import Journal, Plan, Ranks, Report, Row, learn, supervised
 from dltta.training.pairs import COUNT, source_pairs
 from dltta.training.settings import LEARNING_RATES, TrainingSettings
 from dltta.training.task import TaskLoss, validation_score
 
 LEVELS = {"unet": UNET_LEVELS, "densenet121": DENSENET_LEVELS, "densenet_small": DENSENET_LEVELS}
+Stage = Literal["task", "ttt", "atta"]
+STAGES = get_args(Stage)  # in order
+LOSSES = {"task": ["task"], "ttt": ["task", "rotation"]}  # that each network is trained with, of equal weight
 Log = Callable[[Row], None]
 
 
 class TaskTraining(nn.Module):
-    """The task loss and, with a rotation head, the rotation loss with equal weight (Sun et al. 2020)."""
+    """The task loss and, with a rotation head, the rotation loss with equal weight (Sun et al. 2020).
+
+    Rotated images never reach the stored statistics of normalization layers, which are for upright ones.
+    """
 
     def __init__(self, model: nn.Module, loss: TaskLoss, rotation: Rotation | None) -> None:
         super().__init__()
@@ -53,7 +63,8 @@ class TaskTraining(nn.Module):
         losses = {"task": self.loss(self.model(images), labels)}
         if self.head is not None:
             turns = torch.randint(len(TURNS), (len(images),), generator=generator).to(images.device)
-            losses["rotation"] = rotation_loss(self.model, self.head, self.layer, images, turns)
+            with kept_statistics(self.model):
+                losses["rotation"] = rotation_loss(self.model, self.head, self.layer, images, turns)
         return losses
 
 
@@ -77,8 +88,9 @@ class ReconstructionTraining(nn.Module):
 class SourceTraining:
     """Everything one source training needs; `run` trains and leaves a checkpoint folder.
 
-    The folder holds the best network so far (by validation on source images; the last one without validation) and, in
-    `last/`, the last. After every epoch `resume.pt` says where the training stands; it goes when all is done.
+    The folder holds the best source model so far (by validation on source images; the last one without validation)
+    and, in `last/`, the last; `ttt/` the same for the network of TTT. After every epoch `resume.pt` says where the
+    training stands; it goes when all is done.
     """
 
     sites: Sequence[Dataset]
@@ -101,14 +113,14 @@ class SourceTraining:
         if self.ranks.first:
             self.folder.mkdir(parents=True, exist_ok=True)
         self.journal = Journal(self.folder / "resume.pt", self._fingerprint(), resume=self.resume)
-        if self.journal.stage in (None, "task"):
-            self._train_task()
-        best = load_checkpoint(self.folder)
-        parts = self._train_autoencoders(best) if "atta" in self.settings.with_ else None
+        source = self._train_network("task", self.folder)
+        joint = self._train_network("ttt", self.folder / "ttt") if "ttt" in self.settings.with_ else None
+        parts = self._train_autoencoders(source) if "atta" in self.settings.with_ else None
         if self.ranks.first:
-            record = {**best.record, "history": self.journal.history, "finished": True}
-            whole = replace(best, record=record, reconstructions=parts, calibration=self._calibration(best))
-            save_checkpoint(self.folder, replace(whole, pairs=self._pairs(best)))
+            measured = None if joint is None else self._measured(joint)
+            source = self._measured(replace(source, reconstructions=parts, joint=measured))
+            history = {**source.record, "history": self.journal.history}
+            save_checkpoint(self.folder, replace(source, record=history))
             self.journal.close()
         self.ranks.wait()
         return load_checkpoint(self.folder)
@@ -130,15 +142,11 @@ class SourceTraining:
         self.training = Examples([pairs[i] for i in training], augment, seed=self.settings.seed)
         self.validation: list[Pair] = [pairs[i] for i in validation]
         self.counts = {"cases": len(cases), "training": len(training), "validation": len(validation)}
-        if self.architecture.classes != len(self.classes) or self.architecture.in_channels != len(pairs[0][0]):
-            raise DataError(
-                f"the network takes {self.architecture.in_channels} channels and knows {self.architecture.classes} "
-                f"classes, the images have {len(pairs[0][0])} channels and {len(self.classes)} classes"
-            )
+        require_fit(self.architecture, channels=len(pairs[0][0]), classes=len(self.classes))
 
     def _fingerprint(self) -> dict[str, Any]:
         """What must be the same for a training to be continued; as JSON gives it back."""
-        start = {} if self.start is None else {"start": weights_checksum(self.start)}
+        start = {} if self.start is None else {"start": fingerprint(self.start)}
         return {
             "sites": [[site.site, len(site)] for site in self.sites],
             "architecture": self.architecture.as_json(),
@@ -147,14 +155,18 @@ class SourceTraining:
             **start,
         }
 
-    def _train_task(self) -> None:
+    def _train_network(self, stage: Stage, folder: Path) -> Checkpoint:
+        """The best network of a stage; a stage that an interrupted training had left behind is only read."""
+        if STAGES.index(self.journal.stage or STAGES[0]) <= STAGES.index(stage):
+            self._fit_network(stage, folder)
+        return load_checkpoint(folder)
+
+    def _fit_network(self, stage: Stage, folder: Path) -> None:
         new = self.architecture.build(seed=self.settings.seed) if self.start is None else copy.deepcopy(self.start)
         model = new.to(self.device)
-        sample = self._sample()
-        rotation = self._rotation(model, sample) if "ttt" in self.settings.with_ else None
+        rotation = self._rotation(model, self._sample()) if stage == "ttt" else None
         module = TaskTraining(model, TaskLoss(self.settings.loss), rotation).to(self.device)
-        scores = [row["score"] for row in self.journal.history if row["score"] is not None]
-        best = max(scores, default=-math.inf)
+        best = max((row["score"] for row in self._history(stage) if row["score"] is not None), default=-math.inf)
         started = time.perf_counter()
 
         def finish(epoch: int, row: Row) -> None:
@@ -162,18 +174,18 @@ class SourceTraining:
             row["score"] = self._score(model)
             row["seconds"] = time.perf_counter() - started
             self.log(row)
-            record = self._record(row, [*self.journal.history, row])
+            record = self._record(stage, row)
             checkpoint = Checkpoint(
                 model, self.architecture, self.task, self.classes, self.preprocessing, record, rotation
             )
-            save_checkpoint(self.folder / "last", checkpoint)
+            save_checkpoint(folder / "last", checkpoint)
             if row["score"] is None or row["score"] > best:
                 best = -math.inf if row["score"] is None else row["score"]
-                save_checkpoint(self.folder, checkpoint)
+                save_checkpoint(folder, checkpoint)
 
         rate = self.settings.learning_rate or LEARNING_RATES[self.task]
         plan = Plan(
-            "task", self.settings.epochs, self.settings.batch_size, rate, self.settings.seed, self.settings.workers
+            stage, self.settings.epochs, self.settings.batch_size, rate, self.settings.seed, self.settings.workers
         )
         self._fit(module, plan, finish)
 
@@ -204,8 +216,8 @@ class SourceTraining:
         return parts
 
     def _fit(self, module: nn.Module, plan: Plan, finish: Callable[[int, Row], None]) -> None:
-        fit(
-            module,
+        learn(
+            supervised(module, plan, self.ranks),
             self.training,
             plan,
             self.journal,
@@ -221,15 +233,17 @@ class SourceTraining:
         crops = Examples(pairs, augmentation("none", dims, self.settings.patch, dense=dense), seed=self.settings.seed)
         return [crops[index] for index in range(len(crops))]
 
-    def _calibration(self, trained: Checkpoint) -> Calibration:
-        return calibrate(trained.model.to(self.device), self._own_images(MOST))
+    def _measured(self, trained: Checkpoint) -> Checkpoint:
+        """With what source images look like to this network: its calibration and, if asked for, its pairs."""
+        model = trained.model.to(self.device)
+        pairs = source_pairs(model, self._source_images(COUNT)) if "memory" in self.settings.with_ else None
+        calibration = calibrate(model, self._source_images(MOST))
+        return replace(trained, calibration=calibration, pairs=pairs, record={**trained.record, "finished": True})
 
-    def _pairs(self, trained: Checkpoint) -> SourcePairs | None:
-        if "memory" not in self.settings.with_:
-            return None
-        return source_pairs(trained.model.to(self.device), self._own_images(COUNT))
+    def _history(self, stage: Stage) -> list[Row]:
+        return [row for row in self.journal.history if row["stage"] == stage]
 
-    def _own_images(self, count: int) -> list[Tensor]:
+    def _source_images(self, count: int) -> list[Tensor]:
         """So many source images as the network takes them, held-out ones first."""
         pairs = self._as_trained_on([*self.validation, *self.training.pairs[:count]][:count])
         return [image for image, _ in pairs]
@@ -271,14 +285,16 @@ class SourceTraining:
             return None
         return validation_score(model, self.validation, self.task, len(self.classes), self.settings.patch)
 
-    def _record(self, row: Row, history: list[Row]) -> dict[str, Any]:
+    def _record(self, stage: Stage, row: Row) -> dict[str, Any]:
+        """How the network of a stage was trained, up to the epoch of this row."""
         return {
+            "losses": LOSSES[stage],
             "sites": [site.site for site in self.sites],
             **self.counts,
             "metric": "dice" if self.task == "segmentation" else "accuracy",
             "epoch": row["epoch"],
             "score": row["score"],
-            "history": history,
+            "history": [*self._history(stage), row],
             "fingerprint": self._fingerprint(),
         }
 
@@ -304,6 +320,15 @@ def finished(folder: Path, fingerprint: dict[str, Any]) -> Checkpoint | None:
     if checkpoint.record.get("fingerprint") != fingerprint:
         raise StateError(f"{folder} holds a model trained with other settings; train into another folder")
     return checkpoint
+
+
+def require_fit(architecture: Architecture, *, channels: int, classes: int) -> None:
+    """Raise `DataError` unless the network takes and tells apart what the images have."""
+    if (architecture.in_channels, architecture.classes) != (channels, classes):
+        raise DataError(
+            f"the network takes {architecture.in_channels} channels and knows {architecture.classes} classes, "
+            f"the images have {channels} channels and {classes} classes"
+        )
 
 
 def plain(description: dict[str, Any]) -> dict[str, Any]:

@@ -5,8 +5,6 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from monai.inferers import sliding_window_inference
-from monai.losses import DiceLoss
 from torch import Tensor, nn
 
 from dltta.data.case import Task
@@ -20,6 +18,8 @@ class TaskLoss(nn.Module):
 
     def __init__(self, kind: Literal["ce", "ce+dice"]) -> None:
         super().__init__()
+        from monai.losses import DiceLoss  # here: importing any part of MONAI imports all of it
+
         self.dice = DiceLoss(include_background=False, to_onehot_y=True, softmax=True) if kind == "ce+dice" else None
 
     def forward(self, logits: Tensor, label: Tensor) -> Tensor:
@@ -32,18 +32,20 @@ def validation_score(
     model: nn.Module, pairs: Sequence[Pair], task: Task, classes: int, patch: Sequence[int] | None = None
 ) -> float:
     """Mean foreground Dice over the images, or accuracy, by the network in evaluation mode; both from 0 to 1."""
+    from monai.inferers import sliding_window_inference
+
     model.eval()
     device = next(model.parameters()).device
     scores = []
     for image, label in pairs:
         x = image[None].to(device)
         if patch is None:
-            answer = most_likely(model(x)[0], dim=0).cpu()
+            prediction = most_likely(model(x)[0], dim=0).cpu()
         else:
             whole = sliding_window_inference(x, patch, 1, model, overlap=0.25)[0]
-            answer = most_likely(whole, dim=0).cpu()
+            prediction = most_likely(whole, dim=0).cpu()
         if task == "classification":
-            scores.append(float(answer == label))
+            scores.append(float(prediction == label))
         else:
-            scores.append(mean_defined(dice_per_class(answer, label, classes)))
+            scores.append(mean_defined(dice_per_class(prediction, label, classes)))
     return mean_defined(scores)

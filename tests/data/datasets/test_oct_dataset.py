@@ -19,6 +19,7 @@ from dltta.data.datasets.oct import (
     find_retina,
     flatten_and_crop,
     layer_labels,
+    normalize_intensity,
     read_bscan,
     read_delineation,
     read_vol_header,
@@ -247,8 +248,11 @@ def test_the_published_form_gives_slices_of_the_papers_size(tmp_path):
     assert case.label is not None
     assert case.label.shape == (128, 1024)
     assert case.label.unique().tolist() == list(range(9))
+    shown = curved()[0].astype(np.float32)
+    brightest = max(np.median(shown[row - 7 : row + 8, column]) for row in range(7, 293) for column in range(200))
     for layer in (1, 5, 8):
-        assert float(case.image[0][case.label == layer].mean()) == pytest.approx(GREY[layer - 1], abs=0.03)
+        expected = GREY[layer - 1] / (brightest + 0.05)
+        assert float(case.image[0][case.label == layer].mean()) == pytest.approx(expected, abs=0.02)
     assert case.spacing == pytest.approx((0.0039, 0.0058 * 200 / 1024))
     assert [c.group for c in OCT(tmp_path, "spectralis", split="val")] == ["hc09", "hc09"]
 
@@ -304,6 +308,37 @@ def test_cirrus_slices_as_acquired_are_brought_to_spectralis_resolution(tmp_path
     assert thickness == pytest.approx(THICKNESS.tolist(), abs=0.7)
 
 
+def test_slices_of_a_macular_cube_are_known_by_their_size_and_prepared(tmp_path):
+    image, boundaries = curved()
+    native, lines, _ = resize(image / 2, boundaries, SPECTRALIS_SPACING, (1024, 512))
+    write_prepared(tmp_path / "cirrus", "s1_1", native, lines)
+    found, told = OCT(tmp_path, "cirrus")[0], OCT(tmp_path, "cirrus", spacing=CIRRUS_SPACING)[0]
+    assert torch.equal(found.image, told.image)
+    assert torch.equal(found.label, told.label)
+    level = [int((found.label[:, column] == 8).nonzero().max()) for column in range(0, 1024, 64)]
+    assert max(level) - min(level) <= 3  # Bruch's membrane was a parabola of a hundred rows
+    assert found.image[0][found.label == 8].median() > 0.8  # 0.45 as drawn, before the contrast is stretched
+
+
+def test_a_slice_that_is_neither_prepared_nor_known_is_refused(tmp_path):
+    write_prepared(tmp_path / "cirrus", "s1_1", np.zeros((1024, 200)), np.ones((9, 200)))
+    with pytest.raises(DataError, match=r"s1_1.png: 1024 x 200 pixels is neither a prepared strip \(128 x 1024\)"):
+        OCT(tmp_path, "cirrus")[0]
+    assert any("neither a prepared strip" in str(problem) for problem in check_published("oct", tmp_path))
+
+
+def test_intensities_are_stretched_to_what_fifteen_rows_share():
+    image = np.full((40, 3), 0.1)
+    image[10:20, 1] = 0.4  # ten rows: the median over fifteen sees them
+    image[30, 2] = 0.9  # one bright pixel does not
+    stretched = normalize_intensity(image)
+    assert stretched[12, 1] == pytest.approx(0.4 / 0.45)
+    assert stretched[0, 0] == pytest.approx(0.1 / 0.45)
+    assert stretched[30, 2] == 1.0
+    bright = np.full((40, 2), 0.98)
+    assert np.array_equal(normalize_intensity(bright), bright)
+
+
 def test_a_slice_that_nobody_delineated_has_no_label(tmp_path):
     write_prepared(tmp_path / "cirrus", "s1_1", np.zeros((128, 1024)), np.full((9, 1024), np.nan))
     assert OCT(tmp_path, "cirrus")[0].label is None
@@ -319,7 +354,7 @@ def test_a_slice_that_nobody_delineated_has_no_label(tmp_path):
     ],
 )
 def test_malformed_prepared_labels_are_one_line(tmp_path, text, says):
-    write_prepared(tmp_path / "cirrus", "s1_1", np.zeros((8, 4)), np.ones((9, 4)))
+    write_prepared(tmp_path / "cirrus", "s1_1", np.zeros((1, 4)), np.ones((9, 4)))
     (tmp_path / "cirrus" / "label" / "s1_1.txt").write_text(text)
     with pytest.raises(DataError, match=says):
         OCT(tmp_path, "cirrus")[0]
@@ -338,9 +373,9 @@ def test_wrong_names_are_refused_with_the_right_ones(tmp_path):
 def test_check_says_what_is_missing_or_crossing(tmp_path):
     spectralis(tmp_path, ("hc10", "hc11"))
     (tmp_path / "spectralis" / "delineation" / "hc11_spectralis_macula_v1_s1_R.mat").unlink()
-    lines = np.repeat((np.arange(9) * 10.0 + 20)[:, None], 16, axis=1)
+    lines = np.repeat((np.arange(9) * 10.0 + 20)[:, None], 512, axis=1)
     lines[4, :3] = 1
-    write_prepared(tmp_path / "cirrus", "s1_1", np.zeros((128, 16)), lines)
+    write_prepared(tmp_path / "cirrus", "s1_1", np.zeros((128, 512)), lines)
     found = [str(problem) for problem in check_published("oct", tmp_path)]
     assert sum("delineation missing" in line for line in found) == 1
     assert any("boundaries cross in 3 columns" in line for line in found)

@@ -6,16 +6,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image as Pillow
 
 import dltta.evaluation.paper.reproduce
-from dltta.config import METHODS, AdaptationSettings, default_preprocessing, open_dataset
+from commands import typed
+from dltta.config import default_preprocessing, open_dataset
+from dltta.data.case import Case
+from dltta.data.datasets.camelyon17 import PUBLISHED_SIZES
 from dltta.data.datasets.oct import CIRRUS_SPACING, LAYERS, SPECTRALIS_SPLIT
 from dltta.data.preprocessing import Preprocessing
-from dltta.errors import DataError, SettingError
-from dltta.evaluation import Results
+from dltta.errors import DataError, NonFiniteError, SettingError
 from dltta.evaluation.experiment import Experiment
+from dltta.evaluation.paper.pages import write_pages
 from dltta.evaluation.paper.published import (
+    RATE,
+    Derived,
     Number,
     Place,
     Published,
@@ -27,17 +33,23 @@ from dltta.evaluation.paper.published import (
 )
 from dltta.evaluation.paper.reproduce import (
     ON_PHANTOMS,
+    ON_PUBLISHED_DATA,
+    PAPER_METHODS,
     REPRODUCTIONS,
     WITH_TARGET,
     Setup,
+    about,
     base_experiment,
     chosen,
     reproduce,
     runs_of,
+    step_cost,
 )
+from dltta.evaluation.results import Results
+from dltta.recipes import Recipe
 from dltta.training import TrainingSettings
+from dltta.training.examples import split_by_group
 from evaluation.small_results import results, stream
-from streams import typed
 
 NAMES = list(REPRODUCTIONS)
 
@@ -155,11 +167,11 @@ def test_latex_and_csv_have_the_same_numbers():
         "% Ours: mean ± sd over source trainings; points.\n% Ours, images of each target: B 2, C 1.\n"
     )
     assert comparison_csv(comparison()) == (
-        "row,method,rate,column,ours mean,ours sd,published mean,published sd,about\n"
-        "Source (W/o),source,none,One,50,,50,0.5,About.\nSource (W/o),source,none,Both,60,,51.25,,About.\n"
-        "CycleGAN (GAN),cyclegan,none,One,,,70,,About.\nCycleGAN (GAN),cyclegan,none,Both,,,,,About.\n"
-        "Tent + dynamic (DLTTA),tent,dynamic,One,62,2.82843,60,1,About.\n"
-        "Tent + dynamic (DLTTA),tent,dynamic,Both,70,,61,0.25,About.\n"
+        "row,method,rate,column,ours mean,ours sd,published mean,published sd,quoted from,about\n"
+        "Source (W/o),source,none,One,50,,50,0.5,,About.\nSource (W/o),source,none,Both,60,,51.25,,,About.\n"
+        "CycleGAN (GAN),cyclegan,none,One,,,70,,,About.\nCycleGAN (GAN),cyclegan,none,Both,,,,,,About.\n"
+        "Tent + dynamic (DLTTA),tent,dynamic,One,62,2.82843,60,1,,About.\n"
+        "Tent + dynamic (DLTTA),tent,dynamic,Both,70,,61,0.25,,About.\n"
     )
 
 
@@ -171,6 +183,69 @@ def test_an_order_and_another_rate_can_be_asked_for():
     assert [cell.ours.mean for cell in row.cells] == pytest.approx([70, 20])
 
 
+def test_numbers_that_the_paper_quotes_are_marked_with_their_origin():
+    quoted = replace(
+        PAPER, rows=(replace(PAPER.rows[1], values=(Number(70.0, quoted="X & Y 2021"), None)), *PAPER.rows[2:])
+    )
+    table = compare(quoted, PLACES, {"run": small()}, "About.")
+    assert "| CycleGAN (GAN) | not run | 70.00 § | not run | – |" in comparison_markdown(table)
+    assert "§ quoted by the paper from X & Y 2021; not run by its authors." in comparison_markdown(table)
+    assert r"CycleGAN (GAN) & not run & 70.00 \S & not run & --" in comparison_latex(table)
+    assert "CycleGAN (GAN),cyclegan,none,One,,,70,,X & Y 2021,About." in comparison_csv(table)
+    assert "§" not in comparison_markdown(comparison())
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "rate", "columns", "origin"),
+    [  # the paper: "The results of ATTA, UDA-ST on OCT images and … of UDA-SwAV on … dataset A are directly referenced"
+        ("oct", "atta", "fixed", set(Published.load("oct").columns), "He et al."),
+        ("oct", "uda-st", "none", set(Published.load("oct").columns), "He et al."),
+        (
+            "histology",
+            "uda-swav",
+            "none",
+            {f"A {m}" for m in ("Accuracy", "Sensitivity", "Specificity", "AUC", "F1")},
+            "Sagawa",
+        ),
+    ],
+)
+def test_what_the_paper_quotes(name, method, rate, columns, origin):
+    table = Published.load(name)
+    marked = {
+        (row.method, row.rate): {c for c, v in zip(table.columns, row.values, strict=True) if v and v.quoted}
+        for row in table.rows
+    }
+    assert marked[method, rate] == columns
+    assert {found for found in marked if marked[found]} <= {("atta", "fixed"), ("uda-st", "none"), ("uda-swav", "none")}
+    assert all(v.quoted is None or origin in v.quoted for r in table.rows if r.method == method for v in r.values)
+
+
+def test_columns_of_our_own_and_derived_ones_stand_behind_the_papers():
+    places = {**PLACES, "Rate": replace(PLACES["One"], metric=RATE)}
+    gap = Derived("Gap", ("One", "Both"), lambda means: abs(means[0] - means[1]))
+    table = compare(PAPER, places, {"run": small()}, "", derived=[gap])
+    assert table.columns == ("One", "Both", "Rate", "Gap")
+    lines = comparison_markdown(table).splitlines()
+    assert lines[4] == (
+        "| Method | One, ours | One, published | Both, ours | Both, published "
+        "| Rate, ours | Gap, ours | Gap, published |"
+    )
+    assert lines[6].endswith("| 1.00 | 10.00 | 1.25 |")  # every case of `stream` has rate 1e-3; |50 − 60|, |50 − 51.25|
+    assert lines[7].endswith("| not run | not run | – |")
+    heads = comparison_latex(table).splitlines()[4:6]
+    assert heads[0].count("multicolumn{2}") == 3
+    assert heads[1].count("ours") == 4
+
+
+def test_a_run_that_diverged_is_said_to_have():
+    place = Place("sum", "dice", ("B",), by_method=True)
+    found = compare(PAPER, {"One": place}, {"sum-other": small()}, "")
+    assert [row.cells[0].instead for row in found.rows] == ["–", "–", "diverged"]  # a fixed rate has no discrepancy
+    assert found.rows[2].cells[0].published == Number(60.0, 1.0)
+    there = compare(PAPER, {"One": place}, {"sum-tent": small()}, "")
+    assert there.rows[2].cells[0].ours.mean == pytest.approx(62)
+
+
 # ---- names
 
 
@@ -179,18 +254,20 @@ def test_an_order_and_another_rate_can_be_asked_for():
 def test_every_name_knows_its_experiments_and_a_place_for_each_published_column(name, data, tmp_path):
     setup = Setup(tmp_path, data, seeds=3)
     runs = runs_of(name, setup)
-    assert all(place.run in runs.experiments for place in runs.places.values())
+    assert all(place.run in runs.experiments for place in runs.places.values() if not place.by_method)
     assert len({experiment.output for experiment in runs.experiments.values()}) == len(runs.experiments)
     assert len({experiment.work for experiment in runs.experiments.values()}) == 1
     for experiment in runs.experiments.values():
         assert experiment.seeds == 3
         assert all(spec.startswith("phantom:") == (data is None) for spec in (*experiment.source, *experiment.targets))
     published = Published.load(REPRODUCTIONS[name].numbers or name)
-    assert set(published.columns) == set(runs.places)
+    assert set(published.columns) <= set(runs.places)
     for row in published.rows:
-        for column in published.columns:
-            experiment = runs.experiments[runs.places[column].run]
-            wanted = {(row.method, runs.places[column].rate or row.rate)}
+        for place in runs.places.values():
+            if place.by_method and row.rate != "dynamic":
+                continue
+            experiment = runs.experiments[place.run_of(row.method)]
+            wanted = {(row.method, place.rate or row.rate)}
             assert wanted <= {(job.method, job.rate) for job in experiment.jobs()}
 
 
@@ -204,13 +281,76 @@ def test_the_papers_settings_on_the_papers_data(tmp_path):
         assert (found.batch_size, found.batches_kept, found.neighbors, found.alpha) == (batch, kept, neighbors, alpha)
         assert (found.steps, found.mode, found.optimizer, found.distance) == (1, "continual", "sgd", "l2")
         assert (base.training.epochs, base.training.with_, base.uda) == (100, ("ttt", "atta"), {})
-        assert base.methods == (*METHODS, *WITH_TARGET[bed])
-    assert base_experiment("oct", replace(setup, test_time_only=True)).methods == METHODS
+        assert base.methods == (*PAPER_METHODS, *WITH_TARGET[bed])
+    assert base_experiment("oct", replace(setup, test_time_only=True)).methods == PAPER_METHODS
     assert base_experiment("oct", setup).source == ("oct:spectralis:train+val@data",)
+    assert base_experiment("oct", setup).training.validation == ("hc09", "ms13", "ms14")
     assert base_experiment("prostate", setup).training.patch == (80, 80, 80)
-    assert [spec.split("@")[0] for spec in base_experiment("histology", setup).targets] == [
-        "camelyon17:center_1", "camelyon17:center_2",
-    ]  # fmt: skip
+
+
+def test_which_hospitals_are_seen_and_which_are_a_and_b(tmp_path):
+    """34,904 patches are those of center 1 (A), 85,054 those of center 2 (B); the network knows centers 0, 3 and 4."""
+    setup = Setup(tmp_path, Path("data"))
+    base = base_experiment("histology", setup)
+    assert base.source == ("camelyon17:train@data",)
+    assert base.targets == ("camelyon17:center_1@data", "camelyon17:center_2@data")
+    assert base.in_domain == "camelyon17:id_val@data"  # the source hospitals' patches that nobody trains on
+    assert (PUBLISHED_SIZES["val"], PUBLISHED_SIZES["test"]) == (34_904, 85_054)
+    for each, (a, b) in ((setup, ("center_1", "center_2")), (Setup(tmp_path), ("hospital_1", "hospital_2"))):
+        places = runs_of("histology", each).places
+        assert {place.targets for column, place in places.items() if column.startswith("A ")} == {(a,)}
+        assert {place.targets for column, place in places.items() if column.startswith("B ")} == {(b,)}
+
+
+def test_synthetic_histology_learns_from_three_hospitals_and_is_scored_on_others_of_their_patches(tmp_path):
+    base = base_experiment("histology", Setup(tmp_path))
+    assert [spec.split(":")[2] for spec in base.source] == ["hospital_0", "hospital_3", "hospital_4"]
+    in_domain = open_dataset(base.in_domain)
+    assert in_domain.site == "hospital_0+hospital_3+hospital_4"
+    assert not {spec.split(":")[-1] for spec in base.source} & {
+        spec.split(":")[-1] for spec in base.in_domain.split(",")
+    }
+    assert not {spec.split(":")[-1] for spec in base.source} & {spec.split(":")[-1] for spec in base.targets}
+
+
+def test_vgg_weights_reach_uda_st_and_keep_its_models_apart(tmp_path):
+    file = tmp_path / "vgg19.pth"
+    file.touch()
+    for data in (None, Path("data")):
+        plain, given = (base_experiment("oct", Setup(tmp_path, data, vgg=vgg)) for vgg in (None, file))
+        assert "vgg" not in plain.uda.get("uda-st", {})
+        assert given.uda["uda-st"]["vgg"] == str(file)
+        assert plain.work != given.work
+        assert given.work.endswith("vgg19" if data else "vgg19-phantom")
+    assert base_experiment("prostate", Setup(tmp_path, vgg=file)).uda.keys() == {"udas"}
+
+
+def test_the_first_line_on_phantoms_says_what_is_smaller(tmp_path):
+    setup = Setup(tmp_path)
+    for bed, parts in {
+        "oct": ("source images 40 (588)", "128 x 256 (128 x 1024)", "epochs 8 (100)", "training rate 3e-3 (1e-3)"),
+        "histology": ("source images 480 (302,436)", "test batch 16 (200)", "network densenet_small (DenseNet-121"),
+        "prostate": ("source images 28 (30)", "images of each target 24 (30, 19, 13, 12 and 12)",
+                     "pixels whole volumes of 48 x 48 x 32 (windows of 80 x 80 x 80)"),
+    }.items():  # fmt: skip
+        said = about(bed, setup)
+        assert said.startswith(ON_PHANTOMS)
+        assert "\n" not in said
+        for part in parts:
+            assert part in said, (part, said)
+    assert "test batch" not in about("oct", setup)  # one image, as in the paper
+    assert "hospitals" not in about("histology", setup)  # three, as in the paper
+    assert about("oct", Setup(tmp_path, Path("data"))) == ON_PUBLISHED_DATA
+
+
+def test_the_retinal_slices_are_split_as_in_the_paper(tmp_path):
+    subjects = [subject for part in ("train", "val") for subject in SPECTRALIS_SPLIT[part]]
+    image = torch.zeros(1, 1, 1)
+    cases = [Case(f"{subject}_{n}", "spectralis", subject, image) for subject in subjects for n in range(49)]
+    held = base_experiment("oct", Setup(tmp_path, Path("data"))).training.validation
+    training, validation = split_by_group(cases, held, seed=3)
+    assert (len(training), len(validation)) == (588, 147)
+    assert {cases[i].group for i in validation} == set(SPECTRALIS_SPLIT["val"])
 
 
 def test_what_each_ablation_changes(tmp_path):
@@ -219,13 +359,26 @@ def test_what_each_ablation_changes(tmp_path):
     def settings(name, what):
         return [getattr(each.adaptation, what) for each in runs_of(name, setup).experiments.values()]
 
-    assert settings("initial-rates", "alpha") == [1e-3, 2e-3, 3e-3, 4e-3, 5e-3]
-    assert settings("retrieval-size", "neighbors") == [6, 8, 10, 12, 14]
+    assert settings("initial-rates", "alpha") == [1e-3, 2e-3, 3e-3, 4e-3, 5e-3, 1e-3, 1e-3, 1e-3]
+    assert settings("initial-rates", "positions") == ["mean"] * 5 + ["sum"] * 3
+    assert settings("retrieval-size", "neighbors") == [6, 8, 10, 12, 14, 20]
     assert settings("steps", "steps") == [1, 4, 8]
     assert settings("similarity", "distance") == ["l2", "cosine"]
     assert settings("image-specific", "mode") == ["image-specific", "continual"]
     assert settings("image-specific", "steps") == [10, 1]
     assert [each.orders for each in runs_of("orders", setup).experiments.values()] == [5]
+
+
+def test_the_papers_spread_over_orders_is_computed_from_its_numbers(tmp_path):
+    runs = runs_of("orders", Setup(tmp_path))
+    table = compare(Published.load("orders"), runs.places, {"orders": small()}, "", derived=runs.derived)
+    spread = {(row.method, row.rate): row.cells[-1].published.mean for row in table.rows}
+    assert max(value for (_, rate), value in spread.items() if rate == "dynamic") == pytest.approx(0.19)  # as it says
+    assert spread["atta", "fixed"] == pytest.approx(0.18)
+
+
+def test_what_several_updates_cost():
+    assert [step_cost(updates) for updates in (1, 4, 8, 10)] == [1.0, 3.25, 6.25, 7.75]
 
 
 def test_names_and_aliases():
@@ -252,7 +405,7 @@ def tiny(bed, setup):
         seeds=setup.seeds,
         uda={"udas": {"epochs": 1, "width": 2}},
         training=TrainingSettings(epochs=1, batch_size=2, validation=0.25),
-        adaptation=AdaptationSettings(batches_kept=2, neighbors=2).for_task("segmentation"),
+        adaptation=Recipe(batches_kept=2, neighbors=2).resolved("segmentation", calibrated=False),
     )
 
 
@@ -282,6 +435,7 @@ def test_a_table_is_made_from_results(work, small_base):
     folder = work / "oct-phantom"
     text = files[0].read_text()
     assert text.count(ON_PHANTOMS) == 1
+    assert "source images 4 (588)" in text
     found = Results.load(folder / "paper" / "results.json")
     tent = next(s for s in found.streams if (s.method, s.rate, s.target) == ("tent", "dynamic", "cirrus"))
     row = next(line for line in text.splitlines() if line.startswith("| Tent + dynamic"))
@@ -289,7 +443,7 @@ def test_a_table_is_made_from_results(work, small_base):
     for place, layer in enumerate(LAYERS):
         assert cells[2 * place] == f"{100 * tent.metrics[f'dice_{layer}']:.2f}"
     assert cells[-2:] == [f"{100 * tent.metrics['dice']:.2f}", "82.63 ± 0.06"]
-    assert "| UDA-ST | not run | 77.30 ± 0.09 |" in text
+    assert "| UDA-ST | not run | 77.30 ± 0.09 § |" in text
     udas = next(s for s in found.streams if s.method == "udas")
     assert f"| UDAS | {100 * udas.metrics['dice_RNFL']:.2f} | 78.62 ± 0.14 |" in text
     assert "UDAS was trained with labeled source images and all images of the target at once" in text
@@ -318,6 +472,53 @@ def test_the_loss_figure_plots_the_loss_of_the_stream_and_its_sd(work, small_bas
     assert f"| Tent | {np.mean(curves['Tent']['means']):.4f} |" in files["table.md"].read_text()
 
 
+def test_figure_one_follows_the_stream(work, small_base):
+    files = {file.name: file for file in reproduce("figure-rates", Setup(work))}
+    curves = json.loads(files["curves.json"].read_text())
+    found = Results.load(work / "figure-rates-phantom" / "tent" / "results.json")
+    for rate, label in (("fixed", "Tent"), ("dynamic", "Tent + dynamic")):
+        rows = next(s for s in found.streams if (s.method, s.rate) == ("tent", rate)).cases
+        assert curves[label]["rates"] == [row.rate for row in rows]
+        assert curves[label]["discrepancies"] == [row.discrepancy for row in rows]
+        assert curves[label]["dice"] == pytest.approx([100 * row.metrics["dice"] for row in rows])
+    assert is_drawn(files["figure.png"])
+    rates = [1000 * row.rate for row in rows if row.discrepancy is not None]
+    line = next(line for line in files["table.md"].read_text().splitlines() if line.startswith("| Tent + dynamic"))
+    assert [cell.strip() for cell in line.split("|")][3:6] == [
+        f"{value:.3f}" for value in (np.mean(rates), min(rates), max(rates))
+    ]
+
+
+@pytest.mark.long
+def test_the_cost_of_several_updates_is_a_row(work, small_base):
+    text = reproduce("steps", Setup(work))[0].read_text()
+    assert "| Cost, x one update | 1.00 | – | 3.25 | – | 6.25 | – |" in text
+    assert "n updates take n + 1 forward and n backward passes" in text
+
+
+@pytest.mark.long
+def test_a_diverged_sum_over_positions_does_not_stop_the_table(work, small_base, monkeypatch):
+    real = dltta.evaluation.paper.reproduce.run_experiment
+
+    def diverges(experiment, **options):
+        if experiment.adaptation.positions == "sum":
+            raise NonFiniteError("the loss is nan")
+        return real(experiment, **options)
+
+    monkeypatch.setattr(dltta.evaluation.paper.reproduce, "run_experiment", diverges)
+    monkeypatch.setattr(dltta.evaluation.paper.reproduce, "RATES", (1e-3,))
+    text = reproduce("initial-rates", Setup(work))[0].read_text()
+    line = next(line for line in text.splitlines() if line.startswith("| Tent + dynamic"))
+    assert line.count("diverged") == 2
+    monkeypatch.setattr(dltta.evaluation.paper.reproduce, "run_experiment", lambda *_, **__: diverging())
+    with pytest.raises(NonFiniteError):
+        reproduce("oct", Setup(work))
+
+
+def diverging():
+    raise NonFiniteError("the loss is nan")
+
+
 @pytest.mark.long
 def test_the_segmentation_figure_shows_the_rate_that_was_chosen(work, small_base, monkeypatch):
     monkeypatch.setattr(dltta.evaluation.paper.reproduce, "RATES", (1e-3, 4e-3))
@@ -336,21 +537,21 @@ def test_the_segmentation_figure_shows_the_rate_that_was_chosen(work, small_base
 def test_the_retrieval_figure_is_drawn_from_the_table(work, monkeypatch, plain_report):
     def more(bed, setup):
         base = tiny(bed, setup)
-        return replace(base, adaptation=replace(base.adaptation, batches_kept=14))
+        return replace(base, adaptation=replace(base.adaptation, batches_kept=20))
 
     monkeypatch.setattr(dltta.evaluation.paper.reproduce, "base_experiment", more)
     files = {file.name: file for file in reproduce("figure-retrieval", Setup(work))}
     assert is_drawn(files["figure.png"])
     row = next(line for line in files["table.md"].read_text().splitlines() if line.startswith("| Tent + dynamic"))
-    assert len(row.split("|")) == 1 + 1 + 12 + 1
+    assert len(row.split("|")) == 1 + 1 + (2 * 2 + 5) + 1  # the paper prints the fixed rate and D = 8
     assert "82.63 ± 0.06" in row
     assert "not run" not in row
 
 
 def is_drawn(path):
-    """A picture that is not of one color."""
-    with Pillow.open(path) as picture:
-        return picture.format == "PNG" and len(np.unique(np.asarray(picture.convert("L")))) > 20
+    """An image that is not of one color."""
+    with Pillow.open(path) as image:
+        return image.format == "PNG" and len(np.unique(np.asarray(image.convert("L")))) > 20
 
 
 # ---- published data on disk
@@ -393,7 +594,7 @@ def test_published_data_are_read_from_disk(tmp_path, monkeypatch, plain_report):
     assert found.config["source"] == [f"oct:spectralis:train+val@{tmp_path / 'data' / 'oct'}"]
     assert "images of each target: cirrus 2." in text
     assert "ynthetic" not in text
-    assert "| ATTA | not run | 73.20 ± 0.13 |" in text
+    assert "| ATTA | not run | 73.20 ± 0.13 § |" in text
 
 
 def test_parts_of_published_data_are_sites(tmp_path):
@@ -427,7 +628,7 @@ def test_wrong_data_are_one_line_that_lists_what_is_missing(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["oct"], "give --data DIR with the published data, or --phantom"),
+        (["oct"], "give --data FOLDER with the published data, or --phantom"),
         (["oct", "--phantom", "--data", "x"], "--data and --phantom exclude each other"),
         (["otc", "--phantom"], "no table or figure 'otc'; did you mean 'oct'?"),
         (["oct", "--data", "nowhere"], "there is no folder nowhere"),
@@ -437,6 +638,10 @@ def test_wrong_data_are_one_line_that_lists_what_is_missing(tmp_path):
         (["oct", "--phantom", "--epochs", "0"], "epochs must be at least 1"),
         (["oct", "--phantom", "--device", "gpu"], "device 'gpu' cannot be used"),
         (["histology", "--phantom", "--weights", "none.pth"], "there is no file none.pth"),
+        (
+            ["oct", "--phantom", "--vgg", "none.pth"],
+            "there is no file none.pth; give torchvision's state dict of vgg19",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_writes_nothing(monkeypatch, capsys, tmp_path, arguments, words):
@@ -450,16 +655,50 @@ def test_a_mistake_is_one_line_and_writes_nothing(monkeypatch, capsys, tmp_path,
 def test_help_shows_an_example_and_every_name(monkeypatch, capsys):
     code, out, _ = typed(monkeypatch, capsys, "reproduce", "--help")
     assert code == 0
-    assert "dltta reproduce oct --phantom" in out.split("For example")[1]
+    assert "dltta reproduce oct --phantom" in out.split("Examples")[1]
     assert all(name in out for name in NAMES)
 
 
 def test_the_command_says_what_it_wrote(work, small_base, monkeypatch, capsys):
     code, out, _ = typed(monkeypatch, capsys, "reproduce", "oct", "--phantom", "-o", work, "-j", "1")
     assert code == 0
-    assert out.splitlines() == [ON_PHANTOMS, *(str(work / "oct-phantom" / f"table.{e}") for e in ("md", "tex", "csv"))]
-    code, out, _ = typed(monkeypatch, capsys, "reproduce", "oct", "--phantom", "-o", work, "-j", "1", "--json")
+    said, *files = out.splitlines()
+    assert said.startswith(ON_PHANTOMS)
+    assert files == [*(str(work / "oct-phantom" / f"table.{e}") for e in ("md", "tex", "csv"))]
+    options = ("--phantom", "-o", work, "-j", "1", "--json", "--pages", work / "pages")
+    code, out, _ = typed(monkeypatch, capsys, "reproduce", "oct", *options)
     assert json.loads(out)["oct"][0].endswith("table.md")
+    assert json.loads(out)["pages"][0] == str(work / "pages" / "index.md")
+
+
+def test_pages_are_made_from_results_with_the_published_numbers_beside(work, small_base, tmp_path):
+    setup = Setup(work)
+    names = ["similarity", "figure-rates"]
+    for name in names:
+        reproduce(name, setup)
+    files = write_pages(names, setup, tmp_path)
+    assert [file.name for file in files] == [
+        "index.md", "similarity.md", "similarity.csv", "figure-rates.md", "figure-rates.csv", "figure-rates.png",
+        "provenance.json",
+    ]  # fmt: skip
+    for page in ("index.md", "similarity.md", "figure-rates.md"):
+        assert (tmp_path / page).read_text().split("\n\n")[1].startswith("The published data were not at hand: ")
+    page = (tmp_path / "similarity.md").read_text()
+    assert "dltta reproduce similarity --phantom --seeds 1" in page
+    assert (work / "similarity-phantom" / "table.md").read_text() in page
+    assert "82.63 ± 0.06" in page
+    assert "![Discrepancy, learning rate and Dice" in (tmp_path / "figure-rates.md").read_text()
+    assert is_drawn(tmp_path / "figure-rates.png")
+    assert "- [similarity](similarity.md): Average Dice" in (tmp_path / "index.md").read_text()
+    kept = json.loads((tmp_path / "provenance.json").read_text())
+    assert set(kept["similarity"]) == {"l2", "cosine"}
+    assert {"config", "provenance", "summary"} == set(kept["similarity"]["l2"])
+
+
+def test_pages_need_finished_runs(tmp_path, work, small_base):
+    with pytest.raises(DataError, match=r"no .*steps-1.results.json; run `dltta reproduce steps` first"):
+        write_pages(["steps"], Setup(tmp_path), tmp_path / "pages")
+    assert not (tmp_path / "pages").exists()
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ class TestNetwork:
         assert torch.equal(again.model(x), opened.model(x))
 
 
-def picture(path, channels, shape=(37, 50)):
+def flat_image(path, channels, shape=(37, 50)):
     pixels = np.random.default_rng(0).integers(0, 256, (*shape, 3) if channels == 3 else shape, dtype=np.uint8)
     Pillow.fromarray(pixels).save(path)
     return read_image(path)
@@ -105,7 +105,7 @@ CASES = [
 class TestPreprocessing:
     def setup(self, tmp_path, axes, channels, preprocessing):
         file = tmp_path / ("a.png" if axes == 2 else "a.nii.gz")
-        image = picture(file, channels) if axes == 2 else volume(file)
+        image = flat_image(file, channels) if axes == 2 else volume(file)
         architecture = Architecture("unet", axes, channels, 3, {"width": 2})
         opened = open_checkpoint(checkpoint(architecture, preprocessing), "net")
         with torch.no_grad():  # else one class has it all
@@ -127,12 +127,12 @@ class TestPreprocessing:
         again = open_model(str(folder)).prepare(image)
         once = opened.prepare(image)
         torch.testing.assert_close(again.image, once.image, atol=1e-6, rtol=1e-6)
-        answer = torch.rand(3, *once.image.shape[1:]).softmax(dim=0)
-        assert again.restore(answer).shape == (3, *image.array.shape[1:])
+        probability = torch.rand(3, *once.image.shape[1:]).softmax(dim=0)
+        assert again.restore(probability).shape == (3, *image.array.shape[1:])
         if preprocessing.size is None:
-            assert torch.equal(again.restore(answer), answer)
+            assert torch.equal(again.restore(probability), probability)
 
-    def test_a_run_by_monai_leaves_the_answer_on_the_files_grid(self, tmp_path, axes, channels, preprocessing):
+    def test_a_run_by_monai_leaves_the_prediction_on_the_files_grid(self, tmp_path, axes, channels, preprocessing):
         """As the evaluator of MONAI does it: data set, loader, inferer, postprocessing and saving."""
         opened, folder, file, image = self.setup(tmp_path, axes, channels, preprocessing)
         data = tmp_path / "data"

@@ -1,4 +1,4 @@
-"""Bundles made by MONAI: images as MONAI would have read them, answers back on the voxels of the file."""
+"""Bundles made by MONAI: images as MONAI would have read them, predictions back on the voxels of the file."""
 
 import copy
 import json
@@ -170,7 +170,7 @@ class TestImages:
 
     @pytest.mark.parametrize("color", [True, False])
     @pytest.mark.parametrize("load", [LOAD, {**LOAD, "reader": {"_target_": "PILReader", "reverse_indexing": False}}])
-    def test_pictures_are_prepared_as_monai_does_with_the_file(self, tmp_path, color, load):
+    def test_2d_images_are_prepared_as_monai_does_with_the_file(self, tmp_path, color, load):
         pixels = np.random.default_rng(0).integers(0, 256, (20, 33, 3) if color else (20, 33), dtype=np.uint8)
         Pillow.fromarray(pixels).save(tmp_path / "a.png")
         net = {**UNET, "spatial_dims": 2, "in_channels": 3 if color else 1}
@@ -186,7 +186,7 @@ class TestImages:
         assert torch.equal(prepared.restore(one_hot(turned)), one_hot(label))
 
     @pytest.mark.parametrize(("kind", "turned"), [("tiff", True), ("dicom", True), ("nifti", False)])
-    def test_rows_come_first_in_pictures_only(self, tmp_path, kind, turned):
+    def test_rows_come_first_in_2d_images_only(self, tmp_path, kind, turned):
         """MONAI's readers give columns first; a plane of NIfTI has the axes that its file has."""
         plane = Image(noise((10, 14))[None], Geometry(kind, (10, 14)))
         parts = config(network_def={**UNET, "spatial_dims": 2}, preprocessing=transforms(LOAD, FIRST), inferer=None)
@@ -229,7 +229,7 @@ class TestImages:
 
 class TestWayBack:
     def test_a_reoriented_label_comes_back_bit_for_bit(self, tmp_path):
-        """The network's view is nibabel's canonical image; the answer lies on the file's own voxels again."""
+        """The network's view is nibabel's canonical image; the prediction lies on the file's own voxels again."""
         label = blobs()
         image = volume(tmp_path / "a.nii.gz", label)
         prepared = opened(tmp_path, LOAD, FIRST, ORIENT).prepare(image)
@@ -271,20 +271,20 @@ class TestWayBack:
         assert (back == label).mean() > 0.99
 
     def test_nearest_or_interpolated_as_the_bundle_inverts(self, tmp_path):
-        answer = copy.deepcopy(CONFIG["postprocessing"])
+        postprocessing = copy.deepcopy(CONFIG["postprocessing"])
         image = volume(tmp_path / "a.nii.gz", noise())
         found = {}
         for nearest in (True, False):
-            answer["transforms"][1]["nearest_interp"] = nearest
+            postprocessing["transforms"][1]["nearest_interp"] = nearest
             folder = tmp_path / str(nearest)
             folder.mkdir()
-            prepared = opened(folder, LOAD, FIRST, ORIENT, SPACING, postprocessing=answer).prepare(image)
+            prepared = opened(folder, LOAD, FIRST, ORIENT, SPACING, postprocessing=postprocessing).prepare(image)
             label = torch.randint(0, 3, prepared.image.shape[1:], generator=torch.Generator().manual_seed(0))
             found[nearest] = prepared.restore(one_hot(label))
         assert set(found[True].unique().tolist()) == {0.0, 1.0}
         assert len(found[False].unique()) > 10
 
-    def test_the_answer_is_that_of_monais_own_postprocessing(self, tmp_path):
+    def test_the_prediction_is_that_of_monais_postprocessing(self, tmp_path):
         """A run as `monai.bundle run` does it, without us, against ours: the same label on every voxel."""
         image = volume(tmp_path / "a.nii.gz", noise())
         make_bundle(tmp_path / "b", config())
@@ -318,7 +318,7 @@ class TestWayBack:
         assert back[:, inside].unique(dim=1).flatten().tolist() == pytest.approx([0.1, 0.2, 0.7])
         assert back[:, ~inside].unique(dim=1).flatten().tolist() == [1.0, 0.0, 0.0]
 
-    def test_pictures_resized_for_the_network(self, tmp_path):
+    def test_2d_images_resized_for_the_network(self, tmp_path):
         pixels = np.random.default_rng(0).integers(0, 256, (20, 33), dtype=np.uint8)
         Pillow.fromarray(pixels).save(tmp_path / "a.png")
         resize = {"_target_": "Resized", "keys": "image", "spatial_size": [64, 32], "mode": "bilinear"}
@@ -328,15 +328,15 @@ class TestWayBack:
         make_bundle(tmp_path / "b", parts, metadata={})
         prepared = open_model(str(tmp_path / "b")).prepare(read_image(tmp_path / "a.png"))
         assert prepared.image.shape == (1, 64, 32)
-        rows = torch.linspace(0, 1, 32)[None, :].expand(64, 32)  # MONAI's second axis is the picture's first
+        rows = torch.linspace(0, 1, 32)[None, :].expand(64, 32)  # MONAI's second axis is the image's first
         back = prepared.restore(torch.stack([rows, 1 - rows, 0 * rows]))
         assert back.shape == (3, 20, 33)
         assert back[0, :, 5].diff().min() > 0.02
         assert back[0, 7].diff().abs().max() < 1e-6
 
-    def test_an_answer_must_have_a_channel_per_class(self, tmp_path):
+    def test_a_prediction_must_have_a_channel_per_class(self, tmp_path):
         prepared = opened(tmp_path, LOAD, FIRST).prepare(volume(tmp_path / "a.nii.gz", noise()))
-        with pytest.raises(InputError, match="3 class probabilities can be led back, got 2"):
+        with pytest.raises(InputError, match="3 class probabilities are expected, got 2"):
             prepared.restore(torch.zeros(2, *SHAPE))
 
     def test_a_pipeline_that_forgets_what_it_did_is_refused(self, tmp_path):
@@ -360,24 +360,28 @@ class TestAnswers:
     def test_a_classifier(self, tmp_path):
         definition = {"inputs": {"image": {"num_channels": 3}}, "outputs": {"pred": {"format": "classes",
                       "channel_def": {"0": "normal", "1": "tumor"}}}}  # fmt: skip
-        answer = transforms({"_target_": "Activationsd", "keys": "pred", "softmax": True})
-        make_bundle(tmp_path / "b", classifier(postprocessing=answer), metadata={"network_data_format": definition})
+        postprocessing = transforms({"_target_": "Activationsd", "keys": "pred", "softmax": True})
+        make_bundle(
+            tmp_path / "b", classifier(postprocessing=postprocessing), metadata={"network_data_format": definition}
+        )
         bundle = open_model(str(tmp_path / "b"))
         assert (bundle.task, bundle.classes) == ("classification", ("normal", "tumor"))
         pixels = np.zeros((20, 33, 3), dtype=np.uint8)
         Pillow.fromarray(pixels).save(tmp_path / "a.png")
-        answer = torch.tensor([0.3, 0.7])
-        assert torch.equal(bundle.prepare(read_image(tmp_path / "a.png")).restore(answer), answer)
+        probability = torch.tensor([0.3, 0.7])
+        assert torch.equal(bundle.prepare(read_image(tmp_path / "a.png")).restore(probability), probability)
 
     def test_one_sigmoid_channel_is_two_classes(self, tmp_path):
-        answer = transforms(
+        postprocessing = transforms(
             {"_target_": "Activationsd", "keys": "pred", "sigmoid": True},
             {"_target_": "AsDiscreted", "keys": "pred", "threshold": 0.3},
         )
         metadata = copy.deepcopy(METADATA)
         metadata["network_data_format"]["outputs"]["pred"]["channel_def"] = {"0": "lesion"}
         make_bundle(
-            tmp_path / "b", config(network_def={**UNET, "out_channels": 1}, postprocessing=answer), metadata=metadata
+            tmp_path / "b",
+            config(network_def={**UNET, "out_channels": 1}, postprocessing=postprocessing),
+            metadata=metadata,
         )
         bundle = open_model(str(tmp_path / "b"))
         assert (bundle.activation, bundle.threshold, bundle.classes) == ("sigmoid", 0.3, ("background", "lesion"))

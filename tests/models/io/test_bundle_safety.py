@@ -42,7 +42,7 @@ def with_step(**step):
     return config(preprocessing=transforms(*PREPROCESSING, step))
 
 
-def with_answer(**step):
+def with_postprocessing(**step):
     return config(postprocessing=transforms(step))
 
 
@@ -59,7 +59,10 @@ EXPRESSIONS = {
     "in the metadata": (with_network(in_channels="@_meta_::n"), "_meta_::n runs Python"),
     "whether disabled": (with_step(_target_="Identityd", keys="image", _disabled_=RUN), "6::_disabled_ runs Python"),
     "preprocessing": (with_step(_target_="Flipd", keys="image", spatial_axis=RUN), "6::spatial_axis runs Python"),
-    "postprocessing": (with_answer(_target_="Activationsd", keys="pred", softmax=RUN), "0::softmax runs Python"),
+    "postprocessing": (
+        with_postprocessing(_target_="Activationsd", keys="pred", softmax=RUN),
+        "0::softmax runs Python",
+    ),
     "inferer": (config(inferer={**CONFIG["inferer"], "sw_batch_size": RUN}), "inferer::sw_batch_size runs Python"),
     "requirement": (with_network(_requires_=RUN), "has '_requires_'"),
     "whole part": (config(network_def=f"${TOUCH} or __import__('bundles').network()"), "network_def runs Python"),
@@ -123,7 +126,7 @@ TARGETS = {
     "lambda": with_step(_target_="Lambdad", keys="image", func={"_target_": "os.system", "_mode_": "callable"}),
     "by name": with_step(_target_="TorchVisiond", keys="image", name="evil"),
     "merger": config(inferer={"_target_": "PatchInferer", "merger_cls": "os.system"}),
-    "answer": with_answer(_target_="os.system", **COMMAND),
+    "postprocessing": with_postprocessing(_target_="os.system", **COMMAND),
 }
 
 
@@ -158,8 +161,8 @@ def test_what_is_not_used_is_not_touched(tmp_path, mark):
         "bundle_root": RUN,
     }
     saving = {"_target_": "SaveImaged", "_disabled_": RUN, "keys": "pred", "writer": "os.system", "output_dir": RUN}
-    answer = transforms(*CONFIG["postprocessing"]["transforms"][:3], saving)
-    parts = config(preprocessing=transforms(*PREPROCESSING, {**saving, "keys": "image"}), postprocessing=answer)
+    postprocessing = transforms(*CONFIG["postprocessing"]["transforms"][:3], saving)
+    parts = config(preprocessing=transforms(*PREPROCESSING, {**saving, "keys": "image"}), postprocessing=postprocessing)
     folder = write(tmp_path / "bundle", {**parts, **unused})
     assert open_model(str(folder)).classes == ("background", "left", "right")
     assert not mark.exists()

@@ -13,15 +13,17 @@ from safetensors.torch import save_file
 from dltta.data.formats.images import Geometry, Image
 from dltta.data.preprocessing import Preprocessing, resize
 from dltta.errors import InputError, SettingError, StateError
-from dltta.models.io.checkpoint import Checkpoint, save_checkpoint
+from dltta.models.calibration import Calibration
+from dltta.models.io.checkpoint import Checkpoint, Rotation, save_checkpoint
 from dltta.models.io.opening import Window, open_model
 from dltta.models.nets.architecture import Architecture
+from dltta.models.parts.rotation import RotationHead
 from networks import Classifier, Segmenter, trained
 
 CLASSES = ("background", "a", "b")
 
 
-def picture(channels=1, size=(20, 30)):
+def flat_image(channels=1, size=(20, 30)):
     array = np.arange(channels * np.prod(size), dtype=np.float32).reshape(channels, *size)
     return Image(array, Geometry("png", size, channels, 255))
 
@@ -57,22 +59,22 @@ class TestCheckpoint:
         with pytest.raises(InputError, match="values up to 4080 of 65535"):
             opened.prepare(Image(array * 16, sixteen))
 
-    def test_images_are_prepared_as_in_training_and_answers_led_back(self, tmp_path):
+    def test_images_are_prepared_as_in_training_and_predictions_brought_back(self, tmp_path):
         save(tmp_path)
         opened = open_model(str(tmp_path))
-        image = picture()
+        image = flat_image()
         prepared = opened.prepare(image)
         assert torch.equal(prepared.image, resize(torch.from_numpy(image.array), (32, 48)) / 255)
-        answer = torch.rand(3, 32, 48, generator=torch.Generator().manual_seed(0)).softmax(dim=0)
-        restored = prepared.restore(answer)
+        probability = torch.rand(3, 32, 48, generator=torch.Generator().manual_seed(0)).softmax(dim=0)
+        restored = prepared.restore(probability)
         assert restored.shape == (3, 20, 30)
         torch.testing.assert_close(restored.sum(dim=0), torch.ones(20, 30))
 
-    def test_an_answer_of_the_files_size_is_led_back_bit_for_bit(self, tmp_path):
+    def test_a_prediction_of_the_files_size_is_brought_back_bit_for_bit(self, tmp_path):
         save(tmp_path, size=None)
-        prepared = open_model(str(tmp_path)).prepare(picture())
-        answer = torch.rand(3, 20, 30)
-        assert torch.equal(prepared.restore(answer), answer)
+        prepared = open_model(str(tmp_path)).prepare(flat_image())
+        probability = torch.rand(3, 20, 30)
+        assert torch.equal(prepared.restore(probability), probability)
 
     def test_its_window_is_the_patch_it_was_trained_on(self, tmp_path):
         save(tmp_path, size=None, patch=[16, 32])
@@ -90,8 +92,32 @@ class TestCheckpoint:
         save_checkpoint(tmp_path / "b", moved)
         assert open_model(str(tmp_path / "b")).fingerprint != first
 
+    def test_ttt_gets_the_network_that_was_trained_for_it(self, tmp_path):
+        plain = save(tmp_path)
+        bare = open_model(str(tmp_path))
+        with pytest.raises(SettingError, match="no rotation head, which TTT needs; train it with `--with ttt`"):
+            bare.for_method("ttt")
+        architecture, head = Architecture("unet", 2, 1, 3, {"width": 4}), RotationHead(64, 8)
+        joint = replace(
+            bare.checkpoint,
+            model=trained(architecture.build(), seed=4),
+            rotation=Rotation(head, "down_4", ()),
+            calibration=Calibration({}, {}, {"images": 5}),
+        )
+        save_checkpoint(tmp_path, replace(bare.checkpoint, joint=joint))
+        opened = open_model(str(tmp_path))
+        chosen = opened.for_method("ttt")
+        assert opened.fingerprint == chosen.fingerprint != bare.fingerprint
+        x = torch.rand(1, 1, 32, 48)
+        assert torch.equal(opened.for_method("tent").model(x), plain(x))
+        assert torch.equal(chosen.model(x), joint.model(x))
+        assert torch.equal(chosen.rotation.head(torch.ones(1, 64, 2, 2)), head(torch.ones(1, 64, 2, 2)))
+        assert (opened.calibration, chosen.calibration.predictions) == (None, {"images": 5})
+        assert chosen.for_method("ttt") is chosen
+        assert (chosen.prepare, chosen.window) == (opened.prepare, opened.window)
+
     @pytest.mark.parametrize(
-        ("image", "words"), [(picture(3), "images of 1 channels, this one has 3"), (picture(1, (4, 4, 4)), "3-D")]
+        ("image", "words"), [(flat_image(3), "images of 1 channels, this one has 3"), (flat_image(1, (4, 4, 4)), "3-D")]
     )
     def test_an_image_that_does_not_fit_is_refused(self, tmp_path, image, words):
         save(tmp_path)
@@ -137,8 +163,8 @@ class TestFactory:
     def test_a_file_of_ones_own(self, package):
         opened = open_model(f"{package / 'my_networks.py'}:classifier", classes=("a", "b", "c"))
         assert (opened.task, opened.in_channels, opened.classes) == ("classification", 3, ("a", "b", "c"))
-        answer = torch.rand(3)
-        assert torch.equal(opened.prepare(picture(3)).restore(answer), answer)
+        probability = torch.rand(3)
+        assert torch.equal(opened.prepare(flat_image(3)).restore(probability), probability)
 
     def test_a_single_channel_is_a_sigmoid_of_two_classes(self, package):
         opened = open_model(
@@ -147,12 +173,12 @@ class TestFactory:
         assert (opened.activation, opened.spatial_dims, opened.in_channels) == ("sigmoid", 3, 2)
         assert opened.classes == ("background", "class_1")
         assert opened.window == Window((4, 4, 4))
-        prepared = opened.prepare(picture(2, (6, 6, 6)))
+        prepared = opened.prepare(flat_image(2, (6, 6, 6)))
         assert prepared.image.shape == (2, 8, 8, 8)
         with pytest.raises(InputError, match="got 1 channels; apply"):
             prepared.restore(torch.rand(1, 8, 8, 8))
 
-    def test_the_answer_is_the_likeliest_class_or_what_passes_the_threshold(self, package):
+    def test_the_prediction_is_the_likeliest_class_or_what_passes_the_threshold(self, package):
         probability = torch.tensor([[0.7, 0.4], [0.3, 0.6]])
         single = open_model("my_networks:volumes")
         assert single.labels(probability).tolist() == [0, 1]
@@ -179,11 +205,11 @@ class TestFactory:
         ("spec", "options", "words"),
         [
             ("nowhere:f", {}, "no module 'nowhere'"),
-            ("my_networks:segmentor", {}, "no function 'segmentor'; there are .*segmenter"),
+            ("my_networks:segmentor", {}, "no function or class 'segmentor'; there are .*segmenter"),
             ("nothing.py:f", {}, "no file nothing.py"),
             ("my_networks:with_arguments", {}, "needs the arguments channels, classes"),
             ("my_networks:number", {}, "returns a int"),
-            ("my_networks:halved", {}, "answers an image of 128x128 with 2x64x64"),
+            ("my_networks:halved", {}, "gives 2x64x64 for an image of 128x128"),
             ("my_networks:segmenter", {"classes": ("a", "b")}, "gives 3 channels, that is 3 classes, but 2 are named"),
             ("my_networks:segmenter", {"task": "classification"}, "gives a segmentation"),
             ("my_networks:segmenter", {"task": "regression"}, "task must be"),

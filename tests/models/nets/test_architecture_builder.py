@@ -57,7 +57,7 @@ def test_a_seed_repeats_the_initial_weights_and_leaves_the_random_state_alone():
     assert not torch.equal(first.final_conv.weight, other.final_conv.weight)
 
 
-def test_misspelled_names_and_options_are_answered():
+def test_misspelled_names_and_options_are_refused_with_the_right_spelling():
     with pytest.raises(SettingError, match="no architecture 'u-net'; did you mean 'unet'"):
         Architecture("u-net", 2, 1, 2).build()
     with pytest.raises(SettingError, match="widht"):

@@ -68,9 +68,9 @@ def test_a_volume_is_translated_as_its_slices_are():
     generator = Generator(1, width=2, blocks=1)
     model = Translated(generator, nn.Identity(), torch.zeros(1), torch.ones(1))
     volume = torch.randn(2, 1, 12, 12, 3)
-    answer = model(volume)
+    translated = model(volume)
     for depth in range(3):
-        assert torch.allclose(answer[..., depth], generator(volume[..., depth]), atol=1e-6)
+        assert torch.allclose(translated[..., depth], generator(volume[..., depth]), atol=1e-6)
 
 
 def test_the_pair_is_built_from_its_description():

@@ -21,12 +21,12 @@ def test_every_image_is_turned_as_said_whatever_its_shape():
     model, head = networks.trained(networks.Segmenter(kind="group")), RotationHead(6)
     for shape in [(4, 1, 8, 8), (4, 1, 8, 12)]:
         x, turns = torch.randn(shape), torch.tensor([3, 0, 1, 2])
-        logits, answers = rotation_logits(model, head, "bottleneck", x, turns)
+        logits, turned = rotation_logits(model, head, "bottleneck", x, turns)
         expected = {
             turn: head(encode(model, "bottleneck", rotate(x[i : i + 1], turn)))[0]
             for i, turn in enumerate(turns.tolist())
         }
-        for row, turn in zip(logits, answers.tolist(), strict=True):
+        for row, turn in zip(logits, turned.tolist(), strict=True):
             torch.testing.assert_close(row, expected[turn])
 
 

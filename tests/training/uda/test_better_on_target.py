@@ -54,18 +54,18 @@ def sources(tmp_path_factory):
     """For each seed the sites and the network trained at the source."""
     found = {}
     for seed in SEEDS:
-        home = phantom("oct", "spectralis", 24, seed=seed, size=SIZE)
-        away = OtherDisplay(phantom("oct", "spectralis", 24, seed=1000 + seed, size=SIZE))
+        source_site = phantom("oct", "spectralis", 24, seed=seed, size=SIZE)
+        target_site = OtherDisplay(phantom("oct", "spectralis", 24, seed=1000 + seed, size=SIZE))
         architecture = Architecture("unet", 2, 1, 9, {"width": 8})
         training = SourceTraining(
-            [home],
+            [source_site],
             architecture,
             Preprocessing(),
             settings(seed),
             tmp_path_factory.mktemp("source"),
             torch.device("cpu"),
         )
-        found[seed] = home, away, training.run()
+        found[seed] = source_site, target_site, training.run()
     return found
 
 
@@ -87,12 +87,12 @@ def dice(model, dataset):
 )
 def test_it_is_better_than_no_adaptation(method, sources, tmp_path):
     gains = []
-    for seed, (home, away, source) in sources.items():
+    for seed, (source_site, target_site, source) in sources.items():
         training = UDATraining(
-            method, [home], [Locked(away)], source.architecture, source.preprocessing, settings(seed),
+            method, [source_site], [Locked(target_site)], source.architecture, source.preprocessing, settings(seed),
             tmp_path / str(seed), torch.device("cpu"), source_model=source,
         )  # fmt: skip
-        before, after = dice(source.model, away), dice(training.run().model, away)
+        before, after = dice(source.model, target_site), dice(training.run().model, target_site)
         print(f"{method.name} seed {seed}: {before:.3f} -> {after:.3f}")
         gains.append(after - before)
     assert min(gains) > 0.1

@@ -50,8 +50,8 @@ def colors():
 def generators_total(a, b, cycle=10.0, identity=5.0):
     adversarial = (C * a * T - 1) ** 2 + (D * b * S - 1) ** 2
     back = abs(a * b * T - T) + abs(a * b * S - S)
-    alone = abs(a * S - S) + abs(b * T - T)
-    return adversarial + cycle * back + identity * alone
+    unchanged = abs(a * S - S) + abs(b * T - T)
+    return adversarial + cycle * back + identity * unchanged
 
 
 def slope(function, at, step=1e-6):
@@ -165,9 +165,9 @@ def test_the_checkpoint_is_a_generator_in_front_of_the_source_network(tmp_path, 
     assert same(checkpoint.model.network, source.model)
     image = Blobs(axes=axes, size=16)[5].image[None]
     with torch.no_grad():
-        answer = checkpoint.model(image)
-        assert torch.equal(answer, source.model.eval()(checkpoint.model.translate(image)))
-        assert torch.equal(answer, load_checkpoint(tmp_path).model(image))
+        logits = checkpoint.model(image)
+        assert torch.equal(logits, source.model.eval()(checkpoint.model.translate(image)))
+        assert torch.equal(logits, load_checkpoint(tmp_path).model(image))
     assert checkpoint.record["history"][0].keys() >= {"adversarial", "cycle", "identity", "discriminator", "seconds"}
     assert checkpoint.architecture.options["network"] == {"name": "unet", "options": {"width": 2}}
 

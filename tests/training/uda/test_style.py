@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dltta import Adapter
+from dltta.config import make_uda
 from dltta.data.preprocessing import IMAGENET_MEAN, IMAGENET_SD, Preprocessing
 from dltta.errors import InputError, SettingError, StateError
 from dltta.models.nets.architecture import Architecture
@@ -200,9 +201,9 @@ def test_vgg_also_comes_as_safetensors_and_wrong_files_are_named(vgg_file, tmp_p
     with pytest.raises(StateError, match="1 tensors are missing or of another shape, the first 'features.10.bias'"):
         load_vgg19(tmp_path / "part.pth")
     (tmp_path / "text.pth").write_text("weights")
-    with pytest.raises(StateError, match="no file of tensors"):
+    with pytest.raises(StateError, match="is damaged or holds more than tensors"):
         load_vgg19(tmp_path / "text.pth")
-    with pytest.raises(StateError, match="cannot read"):
+    with pytest.raises(StateError, match="cannot be read"):
         load_vgg19(tmp_path / "absent.pth")
 
 
@@ -245,7 +246,7 @@ class Inverted:
 
 
 def training(folder, method, *, axes=2, **options):
-    """Four source images, three dark on bright whose labels must not be read; the source network knows nothing."""
+    """Four source images, three dark on bright whose labels must not be read; the source model knows nothing."""
     targets = [Locked(Inverted(Blobs(count=3, axes=axes)))]
     return frame(folder, method, axes=axes, **{"targets": targets, "source": untrained(axes), **options})
 
@@ -271,7 +272,7 @@ def test_a_network_is_trained_on_restyled_source_images(tmp_path):
     assert len(rows) == 4  # images, one each round
     assert all(row["style"] < 0.5 * row["before"] for row in rows)
     assert [row["epoch"] for row in checkpoint.record["history"] if row["stage"] == "task"] == [1, 2]
-    assert checkpoint.record["perception"] == "the source network's encoder"
+    assert checkpoint.record["perception"] == "the source model's encoder"
     assert checkpoint.record["uda"]["method"] == "uda-st"
 
 
@@ -357,6 +358,13 @@ def test_classifiers(tmp_path):
     given = training(tmp_path, StyleTransfer(iterations=1), targets=[Inverted(site)], source=None)
     checkpoint = replace(given, sites=[site], architecture=architecture).run()
     assert checkpoint.model(site[0].image[None]).shape == (1, 2)
+
+
+def test_settings_take_a_file_of_vgg_weights_and_a_wrong_name_fails_before_any_training(vgg_file):
+    method = make_uda("uda-st", {"vgg": str(vgg_file)})
+    assert (method.vgg, method.restyling.style_weight) == (str(vgg_file), 1e4)
+    with pytest.raises(SettingError, match=r"vgg of uda-st: no file .*absent.pth; give the state dict"):
+        make_uda("uda-st", {"vgg": str(vgg_file.with_name("absent.pth"))})
 
 
 def test_networks_whose_encoder_is_unknown_need_vgg():

@@ -203,11 +203,15 @@ def test_the_rate_falls_as_a_cosine():
     assert settings(learning_rate=None, batch_size=672).first_rate == pytest.approx(0.7875)  # as published
 
 
-def test_repeated_steps_lower_the_loss():
-    torch.manual_seed(3)
-    pretraining = learner(learning_rate=0.3, frozen_epochs=0, epochs=1)
-    losses = [step(pretraining, seed=1)["swav"] for _ in range(60)]
-    assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5])
+def test_steps_on_the_same_views_lower_their_loss_whatever_the_start():
+    """Networks, images and views of eight seeds, 40 small steps. Of 24 seeds the share left was 0.01 to 0.56."""
+    left = []
+    for seed in range(8):
+        pretraining = Pretraining(settings(learning_rate=0.02, frozen_epochs=0, epochs=1), clusters(seed))
+        losses = [step(pretraining, seed=seed)["swav"] for _ in range(41)]  # the last is after 40 steps
+        left.append(losses[-1] / losses[0])
+    assert max(left) < 0.8
+    assert np.mean(left) < 0.5
 
 
 # ---- the queue
@@ -228,16 +232,16 @@ def test_the_queue_forgets_the_oldest_first():
 def test_a_full_queue_balances_the_codes_from_its_epoch_on():
     pretraining = learner(queue=5, queue_epoch=1, epsilon=0.3)
     scores = [torch.rand(4, 3), torch.rand(4, 3)]
-    alone = [sinkhorn(own, 0.3, 3) for own in scores]
+    without_queue = [sinkhorn(own, 0.3, 3) for own in scores]
 
     def equal(one, other):
         return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(one, other, strict=True))
 
-    assert equal(pretraining.codes(scores, past=True), alone)  # nothing there yet
+    assert equal(pretraining.codes(scores, past=True), without_queue)  # nothing there yet
     pretraining.queue.push(nn.functional.normalize(torch.randn(2, 5, 8), dim=2))
-    assert equal(pretraining.codes(scores, past=False), alone)
+    assert equal(pretraining.codes(scores, past=False), without_queue)
     together = pretraining.codes(scores, past=True)
-    assert not equal(together, alone)
+    assert not equal(together, without_queue)
     for own, past, code in zip(scores, pretraining.queue.features, together, strict=True):
         everything = np.concatenate([own.numpy(), (past @ pretraining.clusters.prototypes.weight.T).detach().numpy()])
         np.testing.assert_allclose(code.numpy(), reference_codes(everything, 0.3, 3)[:4], atol=1e-5)
@@ -406,15 +410,15 @@ def test_it_is_better_at_another_hospital_than_no_adaptation(tmp_path):
     """The same tissue, other dyes; both networks get the same supervised training."""
     gains, method = [], SwAV(**{**PHANTOM, "epochs": 20})  # fewer images than it is for, so more epochs
     for seed in (0, 1, 2):
-        home = phantom("histology", "hospital_0", 240, seed=seed)
-        away = phantom("histology", "hospital_2", 160, seed=1000 + seed)
+        source_site = phantom("histology", "hospital_0", 240, seed=seed)
+        target_site = phantom("histology", "hospital_2", 160, seed=1000 + seed)
         common = Architecture("densenet_small", 2, 3, 2), Preprocessing(), TrainingSettings(
             epochs=8, batch_size=16, validation=0.125, seed=seed
         )  # fmt: skip
         device = torch.device("cpu")
-        source = SourceTraining([home], *common, tmp_path / f"source_{seed}", device).run()
-        adapted = UDATraining(method, [home], [Locked(away)], *common, tmp_path / f"{seed}", device).run()
-        pairs = [(away[i].image, away[i].label) for i in range(len(away))]
+        source = SourceTraining([source_site], *common, tmp_path / f"source_{seed}", device).run()
+        adapted = UDATraining(method, [source_site], [Locked(target_site)], *common, tmp_path / f"{seed}", device).run()
+        pairs = [(target_site[i].image, target_site[i].label) for i in range(len(target_site))]
         before, after = (validation_score(found.model, pairs, "classification", 2) for found in (source, adapted))
         print(f"seed {seed}: {before:.3f} -> {after:.3f}")
         losses = [row["swav"] for row in adapted.record["history"] if row["stage"] == "swav"]

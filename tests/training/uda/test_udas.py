@@ -72,12 +72,12 @@ def test_the_networks_gradient_is_of_the_weighted_sum_of_four_losses(axes, monke
 def test_each_side_gets_only_its_own_gradients():
     ours, (source, label, target) = learner(), batch()
     ours.train()
-    _, home, away = ours._segment(source, label, target)
+    _, of_source, of_target = ours._segment(source, label, target)
     assert all(parameter.grad is None for parameter in ours.discriminators.parameters())
     assert all(parameter.grad is not None for parameter in ours.outputs.parameters())
     before = [parameter.clone() for parameter in ours.outputs.parameters()]
     ours.optimizer.zero_grad()
-    ours._judge(home, away)
+    ours._judge(of_source, of_target)
     assert all(parameter.grad is None for parameter in ours.outputs.parameters())
     assert all(map(torch.equal, before, ours.outputs.parameters()))
     assert all(parameter.grad.any() for judge in ours.discriminators for parameter in judge.parameters())
@@ -86,11 +86,11 @@ def test_each_side_gets_only_its_own_gradients():
 def test_losses_move_as_they_should():
     ours, (source, label, target) = learner("single", adversarial=1.0, discriminator_rate=1e-2), batch()
     ours.train()
-    _, home, away = ours._segment(source, label, target)
-    losses = [ours._judge(home, away) for _ in range(30)]
+    _, of_source, of_target = ours._segment(source, label, target)
+    losses = [ours._judge(of_source, of_target) for _ in range(30)]
     assert losses[-1] < 0.5 * losses[0]
     judge = ours.discriminators[0]
-    assert judge(home[0]).mean() > 0 > judge(away[0]).mean()  # positive says source
+    assert judge(of_source[0]).mean() > 0 > judge(of_target[0]).mean()  # positive says source
     fooling = [ours._segment(source, label, target)[0]["adversarial"] for _ in range(15)]
     assert fooling[-1] < 0.8 * fooling[0]
 
@@ -104,12 +104,12 @@ def test_both_rates_fall_polynomially():
 
 
 @pytest.mark.parametrize(
-    ("size", "answer"),
+    ("size", "expected"),
     [((64, 64), (2, 2)), ((512, 1024), (16, 32)), ((8, 8), (1, 1)), ((5, 96), (1, 3)), ((64, 64, 16), (2, 2, 1))],
 )
-def test_no_image_shrinks_to_nothing(size, answer):
+def test_no_image_shrinks_to_nothing(size, expected):
     judge = OutputDiscriminator(len(size), 3, size, width=2)
-    assert judge(torch.zeros(1, 3, *size)).shape == (1, 1, *answer)
+    assert judge(torch.zeros(1, 3, *size)).shape == (1, 1, *expected)
 
 
 def test_the_discriminator_is_the_published_one():
@@ -136,7 +136,7 @@ def test_the_checkpoint_is_a_plain_network(tmp_path, axes, levels):
     method = UDAS(epochs=1, width=2, levels=levels)
     checkpoint = frame(tmp_path, method, axes=axes, source=source).run()
     assert checkpoint.model.state_dict().keys() == source.model.state_dict().keys()
-    assert same(source.model, untrained(axes).model)  # the given one is left alone
+    assert same(source.model, untrained(axes).model)  # the given one is unchanged
     assert not same(checkpoint.model, source.model)
     assert checkpoint.record["history"][0].keys() >= {"task", "adversarial", "discriminator", "score", "seconds"}
     assert checkpoint.record["uda"]["levels"] == levels

@@ -1,12 +1,21 @@
 """3 objectives. What must a method offer so that any network can be adapted with it?
 
 A method is one class in one file. It sees the network and the images; never labels, the learning rate, the memory or a
-configuration. Both kinds are plain protocols: nothing to inherit, nothing to register. `dltta.testing.check_objective`
-checks a class of yours against this contract.
+configuration. All are plain protocols: nothing to inherit, nothing to register. `dltta.testing.check_objective` checks
+a class of yours against this contract.
+
+A method is a `Preparation` or an `Objective`. It may have more, and the adapter uses what it finds:
+
+- `after_update(model)`, called after every optimizer step: average a teacher, restore some weights
+- `predict(model, x, logits) -> logits`, called once per batch without gradient: what the adapter gives as its
+  prediction instead of the network's logits, such as a teacher's
+- `state_dict()` and `load_state_dict(state)`: everything that it remembers from batch to batch, in tensors, numbers,
+  text, lists and dictionaries; saved, restored and rolled back with the network. Networks and other tensors that change
+  belong there; those that never change do not
 """
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -34,3 +43,28 @@ class Objective(Protocol):
         Called once right after the forward pass that gave these logits, whose graph they carry.
         """
         ...
+
+
+@runtime_checkable
+class FollowsUpdates(Protocol):
+    """A method that does something once the network has moved."""
+
+    def after_update(self, model: nn.Module, /) -> None: ...
+
+
+@runtime_checkable
+class Predicts(Protocol):
+    """A method that does not predict with the network's own logits."""
+
+    def predict(self, model: nn.Module, x: Tensor, logits: Tensor, /) -> Tensor:
+        """Logits (B, C, *positions) for images x; `logits` are the network's own, after the update."""
+        ...
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A method or a rate that remembers something from batch to batch."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> object: ...

@@ -9,9 +9,9 @@ Boundaries are rows counted from 1, as both sources write them. A boundary is th
 
 Preprocessing follows the paper: retina flattening, crop, resize to 128 x 1024; Cirrus slices are first resampled to
 Spectralis' resolution. The paper does not say how the retina is found. Labels of the test site may not be used for it,
-so Bruch's membrane is estimated from the intensities (`find_retina`), and image and boundaries are shifted alike. The
-intensity normalization of the field's public preprocessing is not part of the paper's description and is not applied to
-`.vol` files; prepared images have it already.
+so Bruch's membrane is estimated from the intensities (`find_retina`), and image and boundaries are shifted alike.
+Prepared images have the intensity normalization of the field's public preprocessing; B-scans as acquired (`.vol`, and
+PNG files of a Cirrus macular cube, which are known by their size) get the same (`normalize_intensity`).
 """
 
 import json
@@ -45,7 +45,8 @@ LAYERS = ("RNFL", "GCIP", "INL", "OPL", "ONL", "IS", "OS", "RPE")
 BOUNDARIES = len(LAYERS) + 1
 SIZE = (128, 1024)  # rows, columns of every prepared slice
 SPECTRALIS_SPACING = (0.0039, 0.0058)  # mm per row and column, rounded as the data's authors state them
-CIRRUS_SPACING = (2.0 / 1024, 6.0 / 512)  # macular cube: 2 mm deep in 1024 rows, 6 mm wide in 512 columns
+CIRRUS_SIZE = (1024, 512)  # rows, columns of a macular cube's B-scan: 2 mm deep, 6 mm wide
+CIRRUS_SPACING = (2.0 / CIRRUS_SIZE[0], 6.0 / CIRRUS_SIZE[1])
 
 # 12 + 3 + 20 subjects of 49 B-scans: the 588, 147 and 980 slices of the paper, by subject as the field splits them
 SPECTRALIS_SPLIT: Mapping[str, tuple[str, ...]] = {
@@ -76,8 +77,9 @@ class OCT:
     """The B-scans of one site, "spectralis" or "cirrus", each as (1, 128, 1024) with values in 0..1.
 
     `split` selects Spectralis subjects; Cirrus is a test site and has no split. `spacing` (mm per row and column) says
-    that the PNG files are slices as acquired, still to be resampled, flattened and cropped; without it they are taken
-    as prepared, and only resized when their size is not 128 x 1024.
+    that the PNG files are slices as acquired, still to be resampled, flattened and cropped. Without it strips are taken
+    as prepared, and only resized when their size is not 128 x 1024; slices of Cirrus' macular cube are known by their
+    size and prepared; others are refused.
     """
 
     task: Task = "segmentation"
@@ -154,7 +156,7 @@ def read_slice(entry: SliceEntry, spacing: tuple[float, float] | None) -> tuple[
     """One B-scan, flattened and cropped: image in 0..1, boundaries (9, columns), spacing."""
     if entry.position is not None:
         header = read_vol_header(entry.image)
-        image = display(read_bscan(entry.image, header, entry.position))
+        image = normalize_intensity(display(read_bscan(entry.image, header, entry.position)))
         delineation = _cached_delineation(entry.label, header.columns)
         if len(delineation) != header.slices:
             found = f"{len(delineation)} B-scans, {entry.image.name} has {header.slices}"
@@ -165,10 +167,25 @@ def read_slice(entry: SliceEntry, spacing: tuple[float, float] | None) -> tuple[
         raise DataError(f"{entry.image}: a B-scan is grey, found {len(stored.array)} channels; save it as grey")
     image = stored.array[0].astype(np.float64) / (stored.geometry.limit or 1)
     boundaries = read_boundaries(entry.label, image.shape[1])
+    spacing = spacing or acquired_spacing(entry.image, *image.shape)
     if spacing is None:
         return image, boundaries, SPECTRALIS_SPACING
     size = tuple(round(n * s / t) for n, s, t in zip(image.shape, spacing, SPECTRALIS_SPACING, strict=True))
-    return flatten_and_crop(*resize(image, boundaries, spacing, (size[0], size[1])))
+    image, boundaries, spacing = resize(image, boundaries, spacing, (size[0], size[1]))
+    return flatten_and_crop(normalize_intensity(image), boundaries, spacing)
+
+
+def acquired_spacing(path: Path, rows: int, columns: int) -> tuple[float, float] | None:
+    """The spacing of a slice that is still to be prepared, known by its size; None for a prepared one, a strip."""
+    if (rows, columns) == CIRRUS_SIZE:
+        return CIRRUS_SPACING
+    if 4 * rows > columns:
+        raise DataError(
+            f"{path}: {rows} x {columns} pixels is neither a prepared strip ({SIZE[0]} x {SIZE[1]}) nor a slice of "
+            f"Cirrus' macular cube ({CIRRUS_SIZE[0]} x {CIRRUS_SIZE[1]}); flatten and crop it, or give its spacing to "
+            "dltta.data.datasets.oct.OCT"
+        )
+    return None
 
 
 # Heidelberg .vol
@@ -234,6 +251,15 @@ def read_bscan(path: Path, header: VolHeader, position: int) -> Floats:
 def display(raw: Floats) -> Floats:
     """Stored reflectivity to grey in 0..1: the fourth root, as the scanner shows it; pixels without data are 0."""
     return np.clip(np.nan_to_num(raw, nan=0.0), 0.0, 1.0) ** 0.25
+
+
+def normalize_intensity(image: Floats) -> Floats:
+    """Contrast stretched to 0..1 (Lang et al., Biomedical Optics Express 4, 2013), rows of Spectralis' resolution.
+
+    What becomes 1 is 0.05 above the maximum after a median over 15 rows, so that single bright pixels do not decide.
+    """
+    brightest = float(median_filter(image, size=(15, 1), mode="constant").max())
+    return np.clip(image / min(1.0, brightest + 0.05), 0.0, 1.0)
 
 
 # boundaries

@@ -1,6 +1,6 @@
 """9 tables. What did the paper print, and what did we measure? Both in one table, clearly headed.
 
-Published numbers come from `dltta/published/*.json`, ours from `Results`; nothing is typed here.
+Published numbers come from `tables/*.json`, ours from `Results`; nothing is typed here.
 """
 
 import csv
@@ -8,29 +8,34 @@ import io
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.resources import files
+from typing import Any
 
 from dltta.evaluation.formats import LATEX_SPECIAL
-from dltta.evaluation.results import Results, Stream
+from dltta.evaluation.results import Results, StreamResult
 from dltta.evaluation.tables import method_label, target_note
 from dltta.metrics import mean_defined
 
 NOT_RUN = "not run"
 NOT_PRINTED = "–"
+DIVERGED = "diverged"  # a loss, gradient or prediction became infinite
+QUOTED = "§"  # behind numbers that the paper quotes from another one
+RATE = "rate"  # as a metric: the mean learning rate of the images with a discrepancy, x 1000
 
 
 @dataclass(frozen=True)
 class Number:
-    """A mean in the table's unit; `sd` is `nan` where there is none."""
+    """A mean in the table's unit; `sd` is `nan` where there is none. `quoted` names the paper it was taken from."""
 
     mean: float
     sd: float = math.nan
+    quoted: str | None = None
 
     def shown(self, digits: int) -> str:
         spread = "" if math.isnan(self.sd) else f" ± {self.sd:.{digits}f}"
-        return f"{self.mean:.{digits}f}{spread}"
+        return f"{self.mean:.{digits}f}{spread}{f' {QUOTED}' if self.quoted else ''}"
 
 
 @dataclass(frozen=True)
@@ -56,19 +61,27 @@ class Published:
 
     @classmethod
     def load(cls, name: str) -> "Published":
-        """The numbers kept under this name in `dltta/published`."""
+        """The numbers kept under this name in `tables/`."""
         text = files("dltta.evaluation.paper").joinpath("tables", f"{name}.json").read_text(encoding="utf-8")
         record = json.loads(text)
+        columns = record["columns"]
         rows = [
-            PublishedRow(
-                row["name"], row["method"], row["rate"], tuple(v if v is None else Number(*v) for v in row["values"])
-            )
+            PublishedRow(row["name"], row["method"], row["rate"], _published_numbers(row, columns))
             for row in record["rows"]
         ]
         return cls(
             record["paper"], record["where"], record["caption"],
-            tuple(record["columns"]), tuple(record["says"]), tuple(rows),
+            tuple(columns), tuple(record["says"]), tuple(rows),
         )  # fmt: skip
+
+
+def _published_numbers(row: Mapping[str, Any], columns: Sequence[str]) -> tuple[Number | None, ...]:
+    """The numbers of a row; `quoted` holds for `quoted_columns`, or for all when there are none."""
+    quoted = row.get("quoted_columns", columns if "quoted" in row else ())
+    return tuple(
+        None if value is None else replace(Number(*value), quoted=row["quoted"] if column in quoted else None)
+        for column, value in zip(columns, row["values"], strict=True)
+    )
 
 
 @dataclass(frozen=True)
@@ -80,14 +93,28 @@ class Place:
     targets: tuple[str, ...]
     order: int | None = None  # None: every order
     rate: str | None = None  # None: that of the row
+    by_method: bool = False  # a run of its own for each method, which may diverge; dynamic rates only
+
+    def run_of(self, method: str) -> str:
+        return f"{self.run}-{method}" if self.by_method else self.run
 
 
 @dataclass(frozen=True)
-class Cell:
-    """Our number and the paper's; None: not run, not printed."""
+class Derived:
+    """A column that is computed from others, for our numbers and for the paper's."""
+
+    title: str
+    columns: tuple[str, ...]
+    compute: Callable[[Sequence[float]], float]
+
+
+@dataclass(frozen=True)
+class ComparisonCell:
+    """Our number and the paper's; None: not run, not printed. `instead` stands where ours would."""
 
     ours: Number | None
     published: Number | None = None
+    instead: str = NOT_RUN
 
 
 @dataclass(frozen=True)
@@ -97,7 +124,7 @@ class ComparisonRow:
     label: str
     method: str
     rate: str
-    cells: tuple[Cell, ...]
+    cells: tuple[ComparisonCell, ...]
 
 
 @dataclass(frozen=True)
@@ -111,25 +138,63 @@ class Comparison:
     notes: tuple[str, ...]
     digits: int = 2
 
-    @property
-    def prints(self) -> bool:
-        """Whether the paper prints any of these numbers."""
-        return any(cell.published for row in self.rows for cell in row.cells)
+    def prints(self, column: int) -> bool:
+        """Whether the paper prints any number of a column."""
+        return any(row.cells[column].published for row in self.rows)
 
 
 def compare(
-    published: Published, places: Mapping[str, Place], results: Mapping[str, Results], about: str
+    published: Published,
+    places: Mapping[str, Place],
+    results: Mapping[str, Results],
+    about: str,
+    *,
+    derived: Sequence[Derived] = (),
 ) -> Comparison:
-    """The paper's table with our number beside each of its own."""
-    rows = []
-    for row in published.rows:
-        ours = [_measured(results, row.method, row.rate, places[column]) for column in published.columns]
-        cells = tuple(Cell(mine, theirs) for mine, theirs in zip(ours, row.values, strict=True))
-        rows.append(ComparisonRow(_label(row), row.method, row.rate, cells))
-    notes = [*_notes(published), _spread_note(rows), *_count_notes(results, places)]
+    """The paper's table with our number beside each of its own; columns that it does not have are ours only.
+
+    A run that is not in `results` has diverged.
+    """
+    rows = [_compared_row(published, row, places, results, derived) for row in published.rows]
+    notes = [*_notes(published), *_quoted_notes(rows), _spread_note(rows), *_count_notes(results, places)]
     if (seeing := target_note(row.method for row in rows if any(cell.ours for cell in row.cells))) is not None:
         notes.append(seeing)
-    return Comparison(published.caption, about, published.columns, tuple(rows), tuple(notes))
+    columns = (*places, *(column.title for column in derived))
+    return Comparison(published.caption, about, columns, tuple(rows), tuple(notes))
+
+
+def _compared_row(
+    published: Published,
+    row: PublishedRow,
+    places: Mapping[str, Place],
+    results: Mapping[str, Results],
+    derived: Sequence[Derived],
+) -> ComparisonRow:
+    theirs = dict(zip(published.columns, row.values, strict=True))
+    cells = {
+        column: _cell(results, row.method, row.rate, place, theirs.get(column)) for column, place in places.items()
+    }
+    for column in derived:
+        chosen = [cells[name] for name in column.columns]
+        cells[column.title] = ComparisonCell(
+            _derive(column, [cell.ours for cell in chosen]), _derive(column, [cell.published for cell in chosen])
+        )
+    return ComparisonRow(_label(row), row.method, row.rate, tuple(cells.values()))
+
+
+def _cell(
+    results: Mapping[str, Results], method: str, rate: str, place: Place, theirs: Number | None
+) -> ComparisonCell:
+    if place.by_method and rate != "dynamic":
+        return ComparisonCell(None, theirs, NOT_PRINTED)
+    if place.run_of(method) not in results:
+        return ComparisonCell(None, theirs, DIVERGED)
+    return ComparisonCell(_measured(results, method, rate, place), theirs)
+
+
+def _derive(column: Derived, numbers: Sequence[Number | None]) -> Number | None:
+    means = [number.mean for number in numbers if number is not None]
+    return Number(column.compute(means)) if len(means) == len(numbers) else None
 
 
 def ours_only(
@@ -149,9 +214,9 @@ def comparison_markdown(table: Comparison) -> str:
 
 def comparison_latex(table: Comparison) -> str:
     """A `tabular` for the booktabs package: ours and published under each heading; the notes are comments."""
-    each = 2 if table.prints else 1
-    heads = [rf"\multicolumn{{{each}}}{{c}}{{{_latex(column)}}}" for column in table.columns]
-    whose = ["ours", "published"][:each] * len(table.columns)
+    each = [2 if table.prints(place) else 1 for place in range(len(table.columns))]
+    heads = [rf"\multicolumn{{{n}}}{{c}}{{{_latex(column)}}}" for n, column in zip(each, table.columns, strict=True)]
+    whose = [name for n in each for name in ("ours", "published")[:n]]
     lines = [f"% {table.title}", f"% {table.about}", rf"\begin{{tabular}}{{l{'r' * len(whose)}}}", r"\toprule"]
     lines += [_latex_line(["Method", *heads]), _latex_line(["", *whose]), r"\midrule"]
     lines += [_latex_line([_latex(row.label), *map(_latex, _texts(row, table))]) for row in table.rows]
@@ -164,11 +229,12 @@ def comparison_csv(table: Comparison) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     parts = ["ours mean", "ours sd", "published mean", "published sd"]
-    writer.writerow(["row", "method", "rate", "column", *parts, "about"])
+    writer.writerow(["row", "method", "rate", "column", *parts, "quoted from", "about"])
     for row in table.rows:
         for column, cell in zip(table.columns, row.cells, strict=True):
             numbers = [_plain(part) for number in (cell.ours, cell.published) for part in _parts(number)]
-            writer.writerow([row.label, row.method, row.rate, column, *numbers, table.about])
+            quoted = cell.published.quoted if cell.published and cell.published.quoted else ""
+            writer.writerow([row.label, row.method, row.rate, column, *numbers, quoted, table.about])
     return out.getvalue()
 
 
@@ -178,18 +244,25 @@ def comparison_csv(table: Comparison) -> str:
 def _measured(results: Mapping[str, Results], method: str, rate: str, place: Place) -> Number | None:
     """Mean and sd over streams (seeds x orders), in points; None where nothing was run at one of the targets."""
     wanted = (method, place.rate or rate)
-    streams = [s for s in results[place.run].streams if (s.method, s.rate) == wanted and _is_at(s, place)]
+    streams = [s for s in results[place.run_of(method)].streams if (s.method, s.rate) == wanted and _is_at(s, place)]
     groups: dict[tuple[int, int], dict[str, float]] = {}
     for stream in streams:
-        groups.setdefault((stream.seed, stream.order), {})[stream.target] = stream.metrics.get(place.metric, math.nan)
-    means = [100 * mean_defined(found.values()) for found in groups.values() if found.keys() == set(place.targets)]
+        groups.setdefault((stream.seed, stream.order), {})[stream.target] = _value(stream, place.metric)
+    scale = 1000 if place.metric == RATE else 100
+    means = [scale * mean_defined(found.values()) for found in groups.values() if found.keys() == set(place.targets)]
     defined = [mean for mean in means if not math.isnan(mean)]
     if not defined:
         return None
     return Number(statistics.fmean(defined), statistics.stdev(defined) if len(defined) > 1 else math.nan)
 
 
-def _is_at(stream: Stream, place: Place) -> bool:
+def _value(stream: StreamResult, metric: str) -> float:
+    if metric != RATE:
+        return stream.metrics.get(metric, math.nan)
+    return mean_defined(case.rate for case in stream.cases if case.rate is not None and case.discrepancy is not None)
+
+
+def _is_at(stream: StreamResult, place: Place) -> bool:
     return stream.target in place.targets and place.order in (None, stream.order)
 
 
@@ -206,6 +279,14 @@ def _notes(published: Published) -> list[str]:
     return [f"Published: {published.where} in {published.paper}.", *published.says]
 
 
+def _quoted_notes(rows: Sequence[ComparisonRow]) -> list[str]:
+    cells = [cell.published for row in rows for cell in row.cells if cell.published is not None]
+    return [
+        f"{QUOTED} quoted by the paper from {origin}; not run by its authors."
+        for origin in dict.fromkeys(number.quoted for number in cells if number.quoted)
+    ]
+
+
 def _spread_note(rows: Sequence[ComparisonRow]) -> str:
     several = any(cell.ours and not math.isnan(cell.ours.sd) for row in rows for cell in row.cells)
     return f"Ours: {'mean ± sd over source trainings' if several else 'one source training, so no sd'}; points."
@@ -213,7 +294,7 @@ def _spread_note(rows: Sequence[ComparisonRow]) -> str:
 
 def _count_notes(results: Mapping[str, Results], places: Mapping[str, Place]) -> list[str]:
     """How many images each number of ours is from."""
-    wanted = {target: place.run for place in places.values() for target in place.targets}
+    wanted = {target: place.run for place in places.values() if not place.by_method for target in place.targets}
     counts = {
         target: max((len(s.cases) for s in results[run].streams if s.target == target), default=0)
         for target, run in wanted.items()
@@ -223,16 +304,18 @@ def _count_notes(results: Mapping[str, Results], places: Mapping[str, Place]) ->
 
 
 def _heads(table: Comparison) -> list[str]:
-    if not table.prints:
-        return [f"{column}, ours" for column in table.columns]
-    return [f"{column}, {whose}" for column in table.columns for whose in ("ours", "published")]
+    return [
+        f"{column}, {whose}"
+        for place, column in enumerate(table.columns)
+        for whose in ("ours", "published")[: 2 if table.prints(place) else 1]
+    ]
 
 
 def _texts(row: ComparisonRow, table: Comparison) -> list[str]:
     texts = []
-    for cell in row.cells:
-        texts.append(cell.ours.shown(table.digits) if cell.ours else NOT_RUN)
-        if table.prints:
+    for place, cell in enumerate(row.cells):
+        texts.append(cell.ours.shown(table.digits) if cell.ours else cell.instead)
+        if table.prints(place):
             texts.append(cell.published.shown(table.digits) if cell.published else NOT_PRINTED)
     return texts
 

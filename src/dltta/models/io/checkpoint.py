@@ -2,16 +2,17 @@
 
 MODEL/
   model.json           architecture, task, classes, preprocessing, training record, auxiliary parts, checksums
-  model.safetensors    the network's weights
-  ttt.safetensors      rotation head, if trained
+  model.safetensors    the weights of the source model, trained with the task loss alone
   atta.safetensors     auto-encoders, if trained
   memory.safetensors   features and predictions of source images, if kept
   calibration.safetensors   how source images look to its layers, if measured
+  ttt/                 the network that TTT starts from, if trained: a checkpoint folder with its own calibration and
+                       memory, and rotation.safetensors, the head that was trained jointly with it
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,20 @@ from torch import Tensor, nn
 
 from dltta.data.case import Task
 from dltta.data.preprocessing import Preprocessing
-from dltta.errors import StateError
+from dltta.errors import SettingError, StateError
 from dltta.files import write_atomically
 from dltta.models.calibration import Calibration
 from dltta.models.nets.architecture import Architecture
 from dltta.models.parts.autoencoders import AutoEncoders, Levels
 from dltta.models.parts.rotation import RotationHead
 
-FORMAT = 1
+FORMAT = 2
+NO_ROTATION = "this model has no rotation head, which TTT needs; train it with `--with ttt`"
+
+
+def training_words(losses: Sequence[str]) -> str:
+    """What the `losses` of a checkpoint's record say: "the task loss alone" or "the task and rotation losses"."""
+    return f"the {losses[0]} loss alone" if len(losses) == 1 else f"the {' and '.join(losses)} losses"
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ class SourcePairs:
 class Checkpoint:
     """A trained network and everything needed to run and adapt it."""
 
-    model: nn.Module
+    model: nn.Module  # the source model, or in `joint` the network trained jointly with rotation
     architecture: Architecture
     task: Task
     classes: tuple[str, ...]
@@ -74,16 +81,34 @@ class Checkpoint:
     reconstructions: Reconstructions | None = None
     calibration: Calibration | None = None
     pairs: SourcePairs | None = None
+    joint: "Checkpoint | None" = None  # what TTT starts from; it has the rotation head
+
+    def modules(self) -> list[nn.Module]:
+        """Every network and part that was trained."""
+        parts = [self.model]
+        parts += [self.rotation.head] if self.rotation else []
+        parts += [self.reconstructions.autoencoders] if self.reconstructions else []
+        return [*parts, *(self.joint.modules() if self.joint else [])]
+
+    def for_method(self, method: str) -> "Checkpoint":
+        """The checkpoint whose `model` the method starts from: `joint` for TTT, this one for all others."""
+        if method != "ttt" or self.rotation is not None:
+            return self
+        if self.joint is None:
+            raise SettingError(NO_ROTATION)
+        return self.joint
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     """Write a checkpoint folder; `model.json` comes last and names the other files' checksums."""
     folder.mkdir(parents=True, exist_ok=True)
+    if checkpoint.joint is not None:
+        save_checkpoint(folder / "ttt", checkpoint.joint)
     files = {"model": dict(checkpoint.model.state_dict())}
     auxiliary: dict[str, Any] = {}
     if (rotation := checkpoint.rotation) is not None:
-        files["ttt"] = dict(rotation.head.state_dict())
-        auxiliary["ttt"] = {
+        files["rotation"] = dict(rotation.head.state_dict())
+        auxiliary["rotation"] = {
             "layer": rotation.layer,
             "shared": list(rotation.shared),
             "channels": rotation.head.channels,
@@ -116,6 +141,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
         "auxiliary": auxiliary,
         "record": dict(checkpoint.record),
         "sha256": checksums,
+        "joint": None if checkpoint.joint is None else _sha256((folder / "ttt" / "model.json").read_bytes()),
     }
     write_atomically(folder / "model.json", json.dumps(description, indent=1) + "\n")
 
@@ -138,26 +164,18 @@ def load_checkpoint(folder: Path) -> Checkpoint:
             reconstructions=_load_reconstructions(folder, description),
             calibration=_load_calibration(folder, description),
             pairs=_load_pairs(folder, description),
+            joint=_load_joint(folder, description),
         )
     except (KeyError, TypeError) as error:
         raise StateError(f"{folder / 'model.json'} is malformed: {error}; train the model again") from error
 
 
-def weights_checksum(*parts: nn.Module) -> str:
-    """Of every parameter and buffer with its name, as lower-case hexadecimal."""
-    digest = hashlib.sha256()
-    for part in parts:
-        for name, tensor in part.state_dict().items():
-            digest.update(name.encode() + tensor.cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
 def _load_rotation(folder: Path, description: dict[str, Any]) -> Rotation | None:
-    part = description["auxiliary"].get("ttt")
+    part = description["auxiliary"].get("rotation")
     if part is None:
         return None
     head = RotationHead(part["channels"], part["hidden"])
-    _fill(head, folder, "ttt", description)
+    _fill(head, folder, "rotation", description)
     return Rotation(head.eval(), part["layer"], tuple(part["shared"]))
 
 
@@ -188,6 +206,13 @@ def _load_pairs(folder: Path, description: dict[str, Any]) -> SourcePairs | None
     return SourcePairs(part["layer"], tensors["features"], tensors["predictions"])
 
 
+def _load_joint(folder: Path, description: dict[str, Any]) -> Checkpoint | None:
+    if description["joint"] is None:
+        return None
+    _read_checked(folder / "ttt" / "model.json", description["joint"])
+    return load_checkpoint(folder / "ttt")
+
+
 def _read_description(folder: Path) -> dict[str, Any]:
     path = folder / "model.json"
     if not path.is_file():
@@ -197,7 +222,7 @@ def _read_description(folder: Path) -> dict[str, Any]:
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise StateError(f"{path} is not JSON: {error}") from error
     if not isinstance(description, dict) or description.get("format") != FORMAT:
-        raise StateError(f"{path} has not the format {FORMAT} that this version reads")
+        raise StateError(f"{path} has not the format {FORMAT} that this version reads; train it again")
     return description
 
 
@@ -211,16 +236,20 @@ def _fill(module: nn.Module, folder: Path, name: str, description: dict[str, Any
 
 def _tensors(folder: Path, name: str, description: dict[str, Any]) -> dict[str, Tensor]:
     """The tensors of one file, which must be the one that the description was written with."""
-    path = folder / f"{name}.safetensors"
-    if not path.is_file():
-        raise StateError(f"{path} is missing; copy the whole model folder")
-    content = path.read_bytes()
-    if hashlib.sha256(content).hexdigest() != description["sha256"].get(name):
-        raise StateError(f"{path} is not the file that model.json was written with; copy the whole model folder")
+    content = _read_checked(folder / f"{name}.safetensors", description["sha256"].get(name))
     try:
         return load_tensors(content)
     except SafetensorError as error:
         raise StateError(_misfit(folder, name, error)) from error
+
+
+def _read_checked(path: Path, expected: str | None) -> bytes:
+    if not path.is_file():
+        raise StateError(f"{path} is missing; copy the whole model folder")
+    content = path.read_bytes()
+    if _sha256(content) != expected:
+        raise StateError(f"{path} is not the file that model.json was written with; copy the whole model folder")
+    return content
 
 
 def _misfit(folder: Path, name: str, error: Exception) -> str:
@@ -230,4 +259,8 @@ def _misfit(folder: Path, name: str, error: Exception) -> str:
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
     content = tensors_to_bytes({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()})
     write_atomically(path, content)
+    return _sha256(content)
+
+
+def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()

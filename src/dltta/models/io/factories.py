@@ -4,7 +4,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from dltta.errors import SettingError
+from dltta.errors import DlttaError, SettingError
 
 
 def is_factory(spec: str) -> bool:
@@ -21,16 +22,27 @@ def is_factory(spec: str) -> bool:
     return bool(place) and name.isidentifier()
 
 
-def call_factory(spec: str) -> nn.Module:
-    """The network that the function (or class) gives when called without arguments. This runs its code."""
+def import_object(spec: str) -> Callable[..., Any]:
+    """The function or class of that name. This runs the code of its module."""
     place, _, name = spec.rpartition(":")
     module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
-    factory = getattr(module, name, None)
-    if not callable(factory):
+    found = getattr(module, name, None)
+    if not callable(found):
         there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise SettingError(f"{place} has no function {name!r}; there are {', '.join(there[:8]) or 'none'}")
-    _require_no_arguments(spec, factory)
-    model = factory()
+        raise SettingError(f"{place} has no function or class {name!r}; there are {', '.join(there[:8]) or 'none'}")
+    return found  # type: ignore[no-any-return]
+
+
+def call_factory(spec: str) -> nn.Module:
+    """The network that the function (or class) gives when called without arguments. This runs its code."""
+    factory = import_object(spec)
+    required = required_arguments(factory)
+    if required:
+        raise SettingError(
+            f"{spec} needs the arguments {', '.join(required)}; name a function that builds the network without any"
+        )
+    with _OwnCode(spec):
+        model = factory()
     if not isinstance(model, nn.Module):
         raise SettingError(f"{spec} returns a {type(model).__name__}, not a torch.nn.Module")
     return model
@@ -43,19 +55,43 @@ def _from_file(path: Path) -> ModuleType:
     if described is None or described.loader is None:
         raise SettingError(f"{path} cannot be imported; write path/to/file.py:function")
     module = importlib.util.module_from_spec(described)
-    described.loader.exec_module(module)
+    with _OwnCode(str(path)):
+        described.loader.exec_module(module)
     return module
 
 
 def _from_package(name: str) -> ModuleType:
-    try:
-        with importable_from(Path.cwd()):
+    with importable_from(Path.cwd()), _OwnCode(name):
+        try:
             return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there, something that it imports is not
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise  # the module is there, something that it imports is not
+            raise SettingError(
+                f"there is no module {error.name!r}; write package.module:function, importable or in this folder"
+            ) from error
+
+
+class _OwnCode:
+    """Whatever somebody's own code raises is one sentence: what, with which message, in which line."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if not isinstance(error, Exception) or isinstance(error, DlttaError):
+            return
+        frames = [
+            frame for frame in traceback.extract_tb(trace) if frame.filename not in (__file__, importlib.__file__)
+        ]
+        theirs = [frame for frame in frames if not frame.filename.startswith("<frozen")]
+        place = f" ({Path(theirs[-1].filename).name}, line {theirs[-1].lineno})" if theirs else ""
+        what = ": ".join(filter(None, (type(error).__name__, " ".join(str(error).split()))))
         raise SettingError(
-            f"there is no module {error.name!r}; write package.module:function, importable or in this folder"
+            f"{self.name} raised {what}{place}; correct it, dltta --debug shows the traceback"
         ) from error
 
 
@@ -69,14 +105,15 @@ def importable_from(folder: Path) -> Iterator[None]:
         sys.path.remove(str(folder))
 
 
-def _require_no_arguments(spec: str, factory: Any) -> None:
-    try:
-        parameters = inspect.signature(factory).parameters.values()
-    except ValueError:  # some classes written in C do not tell
-        return
+def required_arguments(factory: Callable[..., Any]) -> list[str]:
+    """The arguments without which a function or class cannot be called."""
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    required = [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind in plain]
-    if required:
-        raise SettingError(
-            f"{spec} needs the arguments {', '.join(required)}; name a function that builds the network without any"
-        )
+    return [p.name for p in arguments(factory).values() if p.default is inspect.Parameter.empty and p.kind in plain]
+
+
+def arguments(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """What a function or class can be called with."""
+    try:
+        return inspect.signature(factory).parameters
+    except ValueError:  # some classes written in C do not tell
+        return {}

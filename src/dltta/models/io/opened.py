@@ -1,20 +1,17 @@
-"""2 networks. A network that somebody brought, from wherever: what it needs as input and what its answer means."""
+"""2 networks. A network that somebody brought: what it takes as input and what its output means."""
 
-import hashlib
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from dltta.data.case import Task
 from dltta.data.formats.images import Image
 from dltta.errors import InputError, SettingError
 from dltta.models.calibration import Calibration
-from dltta.models.io.checkpoint import Checkpoint, Reconstructions, Rotation
+from dltta.models.io.checkpoint import NO_ROTATION, Checkpoint, Reconstructions, Rotation
 from dltta.models.predictions import most_likely
 
 Kind = Literal["checkpoint", "bundle", "factory"]
@@ -50,6 +47,23 @@ class Window:
         """The window for an image of this size: `patch` with the image's size where it says 0."""
         return tuple(want or have for want, have in zip(self.patch, spatial, strict=True))
 
+    def slide(self, x: Tensor, network: Callable[[Tensor], Tensor]) -> Tensor:
+        """The blended logits of a network that sees images x (B, C, *spatial) one window at a time, in order."""
+        from monai.inferers import sliding_window_inference
+
+        blended: Tensor = sliding_window_inference(
+            x,
+            self.size(tuple(x.shape[2:])),
+            1,
+            network,
+            overlap=self.overlap,
+            mode=self.mode,
+            sigma_scale=self.sigma_scale,
+            padding_mode=self.padding_mode,
+            cval=self.cval,
+        )
+        return blended
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -69,7 +83,7 @@ class OpenedModel:
     """A trained network and everything needed to run it on image files, whoever trained it.
 
     The network gives one channel of logits per class, or with `activation` sigmoid a single channel for the second of
-    two classes. `threshold` is the probability from which that class is the answer.
+    two classes. `threshold` is the probability from which that class is predicted.
     """
 
     model: nn.Module  # in evaluation mode
@@ -85,11 +99,27 @@ class OpenedModel:
     activation: Activation = "softmax"
     threshold: float = 0.5
     size: tuple[int, ...] | None = None  # a spatial size that the network is known to take
-    rotation: Rotation | None = None  # what TTT needs
+    rotation: Rotation | None = None  # what TTT needs beside its network, see `for_method`
     reconstructions: Reconstructions | None = None  # what ATTA needs
     calibration: Calibration | None = None  # how source images look to its layers
     checkpoint: Checkpoint | None = None  # where it came from, if it is one of ours
     bundle: Path | None = None  # where it came from, if it is a bundle: the folder or zip
+
+    def for_method(self, method: str) -> "OpenedModel":
+        """The same model with the network that the method starts from; see `Checkpoint.for_method`."""
+        if method != "ttt" or self.rotation is not None:
+            return self
+        if self.checkpoint is None:
+            raise SettingError(NO_ROTATION)
+        chosen = self.checkpoint.for_method(method)
+        return replace(
+            self,
+            model=chosen.model.to(next(self.model.parameters()).device).eval(),
+            rotation=chosen.rotation,
+            reconstructions=chosen.reconstructions,
+            calibration=chosen.calibration,
+            checkpoint=chosen,
+        )
 
     def labels(self, probability: Tensor) -> Tensor:
         """Class numbers (*positions) from class probabilities (classes, *positions)."""
@@ -97,16 +127,6 @@ class OpenedModel:
         if self.activation == "sigmoid":
             return (probability[1] >= self.threshold).long()
         return most_likely(probability, dim=0)
-
-
-def fingerprint(description: Mapping[str, Any], *modules: nn.Module) -> str:
-    """sha256 over a description that fits in JSON and every parameter and buffer, by name."""
-    digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode())
-    for module in modules:
-        for name, tensor in module.state_dict().items():
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def require_shape(image: Image, spatial_dims: int, in_channels: int) -> None:
@@ -122,7 +142,7 @@ def require_classes(probability: Tensor, classes: tuple[str, ...]) -> None:
     """Raise `InputError` unless there is one channel per class: a sigmoid channel must have become two."""
     if len(probability) != len(classes):
         raise InputError(
-            f"{len(classes)} class probabilities can be led back, got {len(probability)} channels; "
+            f"{len(classes)} class probabilities are expected, got {len(probability)} channels; "
             "apply dltta.models.predictions.probabilities first"
         )
 

@@ -13,14 +13,13 @@ from dltta.data.case import Task
 from dltta.data.formats.images import Image
 from dltta.data.preprocessing import Preprocessing
 from dltta.errors import SettingError
-from dltta.models.io.bundle import is_bundle, open_bundle
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
 from dltta.models.io.factories import call_factory, is_factory
+from dltta.models.io.fingerprint import fingerprint
 from dltta.models.io.opened import (
     OpenedModel,
     Prepared,
     Window,
-    fingerprint,
     require_classes,
     require_count,
     require_shape,
@@ -63,6 +62,8 @@ class ModelSource:
         path = Path(self.spec)
         if (path / "model.json").is_file():
             return self._checkpoint(path)
+        from dltta.models.io.bundle import is_bundle  # here: bundles import all of MONAI
+
         if path.exists() and is_bundle(path):
             return self._bundle(path)
         if is_factory(self.spec) and not path.exists():
@@ -83,6 +84,8 @@ class ModelSource:
         return self._windowed(open_checkpoint(load_checkpoint(folder), folder.resolve().name))
 
     def _bundle(self, path: Path) -> OpenedModel:
+        from dltta.models.io.bundle import open_bundle
+
         self._refuse("a bundle", "preprocessing", "channels")
         opened = open_bundle(
             path,
@@ -199,10 +202,8 @@ def _fingerprint(opened: OpenedModel, preprocessing: Preprocessing, network: Any
         "preprocessing": preprocessing.as_json(),
         "activation": opened.activation,
     }
-    parts = [opened.model]
-    parts += [opened.rotation.head] if opened.rotation else []
-    parts += [opened.reconstructions.autoencoders] if opened.reconstructions else []
-    return fingerprint(description, *parts)
+    parts = [opened.model] if opened.checkpoint is None else opened.checkpoint.modules()
+    return fingerprint(*parts, description=description)
 
 
 def _preparation(

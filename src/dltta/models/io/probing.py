@@ -87,7 +87,7 @@ def _task(logits: Tensor, size: tuple[int, ...]) -> Task:
     if tuple(logits.shape[2:]) == tuple(size):
         return "segmentation"
     raise SettingError(
-        f"the network answers an image of {_text(size)} with {_text(logits.shape[1:])}; a prediction has one value per "
+        f"the network gives {_text(logits.shape[1:])} for an image of {_text(size)}; a prediction has one value per "
         "class, or one per class and position of the image"
     )
 

@@ -3,11 +3,10 @@
 import re
 from pathlib import Path
 
-import torch
-from monai.networks.nets import DenseNet
 from torch import nn
 
 from dltta.errors import StateError
+from dltta.models.io.weights import read_weights
 
 DENSENET_121 = (6, 12, 24, 16)
 
@@ -26,6 +25,8 @@ def densenet(
 
     `weights` is a file that torchvision's `densenet121` state dict was saved to; the classification layer stays new.
     """
+    from monai.networks.nets import DenseNet  # here: importing any part of MONAI imports all of it
+
     network: nn.Module = DenseNet(
         spatial_dims, in_channels, classes, init_features=width, growth_rate=growth, block_config=tuple(blocks)
     )
@@ -36,7 +37,7 @@ def densenet(
 
 def load_torchvision_weights(network: nn.Module, path: Path) -> None:
     """Fill the feature extractor from a torchvision DenseNet state dict, old or new spelling, without torchvision."""
-    saved = torch.load(path, map_location="cpu", weights_only=True)
+    saved = read_weights(path)
     own = network.state_dict()
     renamed = {_monai_name(name): value for name, value in saved.items() if not name.startswith("classifier")}
     wanted = {name for name in own if name.startswith("features.") and not name.endswith("num_batches_tracked")}

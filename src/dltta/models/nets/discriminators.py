@@ -1,19 +1,18 @@
-"""2 networks. From which site does this come? Fully convolutional networks that answer for every patch."""
+"""2 networks. From which site does this come? Fully convolutional networks that judge every patch."""
 
 from collections.abc import Sequence
 from itertools import pairwise
 
-from monai.networks.layers.factories import Conv
 from torch import Tensor, nn
 
 from dltta.errors import DataError
 
 
 class OutputDiscriminator(nn.Module):
-    """Looks at probabilities (B, classes, *spatial), gives a map of logits (Tsai et al. 2018), in 2-D or 3-D.
+    """Takes probabilities (B, classes, *spatial), gives a map of logits (Tsai et al. 2018), in 2-D or 3-D.
 
     Five convolutions of 4 positions and stride 2 with `width` × (1, 2, 4, 8) and 1 channels, leaky ReLU. An axis that
-    has come down to one position is not halved further, so that small or flat images are left with an answer; `size`
+    has come down to one position is not halved further, so that small or flat images still give a logit; `size`
     is the smallest image that will come.
     """
 
@@ -25,22 +24,22 @@ class OutputDiscriminator(nn.Module):
             halved = [extent > 1 for extent in size]
             layers += [_convolution(spatial_dims, before, after, halved), nn.LeakyReLU(0.2)]
             size = [extent // 2 if half else extent for extent, half in zip(size, halved, strict=True)]
-        self.layers = nn.Sequential(*layers[:-1])  # the last convolution is the answer
+        self.layers = nn.Sequential(*layers[:-1])  # the last convolution gives the logits
 
     def forward(self, probabilities: Tensor) -> Tensor:
-        answer: Tensor = self.layers(probabilities)
-        return answer
+        logits: Tensor = self.layers(probabilities)
+        return logits
 
 
 def _convolution(spatial_dims: int, before: int, after: int, halved: Sequence[bool]) -> nn.Module:
     kernel = tuple(4 if half else 3 for half in halved)
     stride = tuple(2 if half else 1 for half in halved)
-    convolution: nn.Module = Conv[Conv.CONV, spatial_dims](before, after, kernel, stride, padding=1)
-    return convolution
+    kind: type[nn.Module] = {2: nn.Conv2d, 3: nn.Conv3d}[spatial_dims]
+    return kind(before, after, kernel, stride, padding=1)
 
 
 class PatchDiscriminator(nn.Module):
-    """Looks at images (B, C, H, W), gives a map of scores (Zhu et al. 2017).
+    """Takes images (B, C, H, W), gives a map of scores (Zhu et al. 2017).
 
     Convolutions of 4 × 4 with `width` × (1, 2, 4, 8) and 1 channels, instance norm, leaky ReLU. With three halvings
     each score is of 70 × 70 pixels; smaller images are halved less often. `size` is the smallest image that will come.
@@ -60,5 +59,5 @@ class PatchDiscriminator(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Conv2d(widths[-1], 1, 4, padding=1))
 
     def forward(self, images: Tensor) -> Tensor:
-        answer: Tensor = self.layers(images)
-        return answer
+        scores: Tensor = self.layers(images)
+        return scores

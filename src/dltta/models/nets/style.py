@@ -41,29 +41,29 @@ DENSENET_LAYERS = PerceptualLayers(
 ENCODER_LAYERS = {"unet": UNET_LAYERS, "densenet121": DENSENET_LAYERS, "densenet_small": DENSENET_LAYERS}
 
 
-Look = Callable[[Tensor], Features]  # images (B, C, *spatial) as the task network takes them to features
+Extract = Callable[[Tensor], Features]  # images (B, C, *spatial) as the task network takes them to features
 
 
-def through_encoder(network: nn.Module, layers: PerceptualLayers) -> Look:
-    """A task network looking through its own encoder, 2-D or 3-D; it must be in evaluation mode."""
+def through_encoder(network: nn.Module, layers: PerceptualLayers) -> Extract:
+    """Features of a task network, 2-D or 3-D, which must be in evaluation mode."""
     return lambda x: encode_levels(network, layers.all, x)
 
 
-def through_vgg(network: nn.Module, layers: PerceptualLayers, low: float, high: float) -> Look:
-    """VGG-19 looking at images of one or three channels, at volumes slice by slice.
+def through_vgg(network: nn.Module, layers: PerceptualLayers, low: float, high: float) -> Extract:
+    """Features of VGG-19, of images with one or three channels; volumes go slice by slice.
 
     Intensities from `low` to `high` are shown to it as black to white.
     """
 
-    def look(x: Tensor) -> Features:
+    def extract(x: Tensor) -> Features:
         if x.shape[1] not in (1, 3):
-            raise InputError(f"VGG-19 looks at images of 1 or 3 channels, these have {x.shape[1]}; leave out its file")
+            raise InputError(f"VGG-19 takes images of 1 or 3 channels, these have {x.shape[1]}; leave out its file")
         shown = ((as_slices(x) - low) / (high - low)).expand(-1, 3, -1, -1)
         mean, sd = (x.new_tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_SD))
         features = encode_levels(network, layers.all, (shown - mean) / sd)
         return {layer: from_slices(found, x.shape) for layer, found in features.items()}
 
-    return look
+    return extract
 
 
 @dataclass(frozen=True)
@@ -73,20 +73,20 @@ class Perception:
     Gatys et al. scale the filters of their network likewise; we scale whole layers, as measured on our images.
     """
 
-    look: Look
+    extract: Extract
     layers: PerceptualLayers
     activations: Mapping[str, float]
 
     @classmethod
     @torch.no_grad()
-    def measured(cls, look: Look, layers: PerceptualLayers, images: Iterable[Tensor]) -> "Perception":
-        """With the mean activations on these images (C, *spatial), which are looked at one by one."""
-        means = [[float(found.abs().mean()) for found in look(image[None]).values()] for image in images]
+    def measured(cls, extract: Extract, layers: PerceptualLayers, images: Iterable[Tensor]) -> "Perception":
+        """With the mean activations on these images (C, *spatial), which are taken one by one."""
+        means = [[float(found.abs().mean()) for found in extract(image[None]).values()] for image in images]
         activations = [max(fmean(each), SMALLEST) for each in zip(*means, strict=True)]
-        return cls(look, layers, dict(zip(layers.all, activations, strict=True)))
+        return cls(extract, layers, dict(zip(layers.all, activations, strict=True)))
 
     def __call__(self, x: Tensor) -> Features:
-        return {layer: found / self.activations[layer] for layer, found in self.look(x).items()}
+        return {layer: found / self.activations[layer] for layer, found in self.extract(x).items()}
 
 
 def gram(features: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ class Restyled(nn.Module):
     """A network that first gives every image the style of the images that it was trained on.
 
     What it knows of those images are their mean Gram matrices and their range. An image costs an optimization, about
-    `iterations` passes forward and back through the perceptual network, before the network's own pass.
+    `iterations` passes forward and back through the perceptual network, before the network's pass.
     """
 
     def __init__(

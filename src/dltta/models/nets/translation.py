@@ -1,4 +1,4 @@
-"""2 networks. Images of one site as they would look at another, and a network that looks at them through such eyes."""
+"""2 networks. Images of one site as they would look at another, and a network behind such a translation."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ class Generator(nn.Module):
 
     The residual network of Zhu et al. 2017: 7 × 7 convolution, two halvings, `blocks` residual blocks, two doublings,
     7 × 7 convolution, tanh; instance norm, reflection padding. It gives the image, not what is to be added to it: a
-    generator that begins as the identity stays there, because it finds its way back and leaves everything alone.
+    generator that begins as the identity stays there, because there cycle and identity losses are zero.
     """
 
     def __init__(self, channels: int, *, width: int = 64, blocks: int = 9) -> None:

@@ -1,6 +1,5 @@
 """2 networks. The paper's U-Net, 2-D and 3-D, on MONAI."""
 
-from monai.networks.nets import BasicUNet
 from torch import nn
 
 
@@ -10,6 +9,8 @@ def unet(spatial_dims: int, in_channels: int, classes: int, *, width: int = 16) 
     The paper: width 16, that is 16-32-64-128 and 256, batch normalization. Encoder and bottleneck (`conv_0` to
     `down_4`) are the feature extractor h, the decoder is the head g.
     """
+    from monai.networks.nets import BasicUNet  # here: importing any part of MONAI imports all of it, seconds
+
     features = (width, 2 * width, 4 * width, 8 * width, 16 * width, width)
     network: nn.Module = BasicUNet(
         spatial_dims,

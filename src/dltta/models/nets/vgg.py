@@ -2,14 +2,11 @@
 
 from itertools import pairwise
 from pathlib import Path
-from pickle import UnpicklingError
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from torch import Tensor, nn
+from torch import nn
 
 from dltta.errors import StateError
+from dltta.models.io.weights import read_weights
 
 BLOCKS = ((64, 64), (128, 128), (256, 256, 256, 256), (512, 512, 512, 512), (512,))  # channels; pooling in between
 
@@ -33,7 +30,7 @@ def vgg19() -> nn.Sequential:
 def load_vgg19(path: Path) -> nn.Sequential:
     """The network with the weights of a torchvision state dict, saved by torch or as safetensors."""
     network = vgg19()
-    saved = _read(path)
+    saved = read_weights(path)
     own = network.state_dict()
     given = {name: saved[f"features.{name}"] for name in own if f"features.{name}" in saved}
     misfit = sorted(name for name in own if name not in given or given[name].shape != own[name].shape)
@@ -44,15 +41,3 @@ def load_vgg19(path: Path) -> nn.Sequential:
         )
     network.load_state_dict(given)
     return network
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    """The file's tensors; nothing in it is executed."""
-    try:
-        if path.suffix == ".safetensors":
-            return load_tensors(path.read_bytes())
-        return dict(torch.load(path, map_location="cpu", weights_only=True))
-    except OSError as error:
-        raise StateError(f"cannot read {path}: {error.strerror}; give the state dict of torchvision's vgg19") from error
-    except (SafetensorError, UnpicklingError, RuntimeError, EOFError) as error:
-        raise StateError(f"{path} is no file of tensors; give the state dict of torchvision's vgg19") from error

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from monai.networks.nets import AutoEncoder
 from torch import Tensor, nn
 
 from dltta.models.features import find_layer
@@ -51,6 +50,8 @@ class Reconstruction(nn.Module):
 
     def __init__(self, spatial_dims: int, channels: int, widths: Sequence[int], strides: Sequence[int]) -> None:
         super().__init__()
+        from monai.networks.nets import AutoEncoder  # here: importing any part of MONAI imports all of it
+
         self.multiple = math.prod(strides)
         self.network = AutoEncoder(
             spatial_dims, channels, channels, tuple(widths), tuple(strides), norm="instance", act="leakyrelu"
@@ -60,8 +61,8 @@ class Reconstruction(nn.Module):
         spatial = x.shape[2:]
         padding = [(0, -size % self.multiple) for size in reversed(spatial)]
         padded = F.pad(x, [amount for pair in padding for amount in pair])
-        answer: Tensor = self.network(padded)[(..., *(slice(size) for size in spatial))]
-        return answer
+        reconstruction: Tensor = self.network(padded)[(..., *(slice(size) for size in spatial))]
+        return reconstruction
 
 
 class AutoEncoders(nn.Module):
@@ -96,7 +97,7 @@ class AutoEncoders(nn.Module):
 
 
 class Watch:
-    """Remembers, while gradients are recorded, what a network saw, felt and said in its last forward pass.
+    """Remembers, while gradients are recorded, the image, features and prediction of a network's last forward pass.
 
     Survives copying with the network it watches: `attach` puts hooks on a network and keeps no other reference to it.
     """

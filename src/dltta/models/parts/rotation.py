@@ -35,18 +35,18 @@ def rotation_logits(model: nn.Module, head: nn.Module, layer: str, x: Tensor, tu
 
     A quarter turn of an image that is not square has another shape, so it cannot share a batch with the upright ones.
     """
-    logits, answers = [], []
+    logits, turned = [], []
     square = x.shape[2] == x.shape[3]
     for group in [TURNS] if square else [(0, 2), (1, 3)]:
         chosen = [index for index, turn in enumerate(turns.tolist()) if turn in group]
         if chosen:
             batch = torch.cat([rotate(x[i : i + 1], int(turns[i])) for i in chosen])
             logits.append(head(encode(model, layer, batch)))
-            answers.append(turns[chosen])
-    return torch.cat(logits), torch.cat(answers)
+            turned.append(turns[chosen])
+    return torch.cat(logits), torch.cat(turned)
 
 
 def rotation_loss(model: nn.Module, head: nn.Module, layer: str, x: Tensor, turns: Tensor) -> Tensor:
     """Cross-entropy of the predicted rotation, mean over the batch."""
-    logits, answers = rotation_logits(model, head, layer, x, turns)
-    return F.cross_entropy(logits.float(), answers.to(logits.device))
+    logits, turned = rotation_logits(model, head, layer, x, turns)
+    return F.cross_entropy(logits.float(), turned.to(logits.device))

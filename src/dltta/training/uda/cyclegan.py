@@ -8,10 +8,9 @@ that is translated to the other site and back must be itself again. Volumes are 
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from monai import transforms as mt
 from torch import Tensor, nn
 
 from dltta.errors import SettingError
@@ -23,6 +22,9 @@ from dltta.training.examples import Examples
 from dltta.training.fit import Batch, Losses, Plan
 from dltta.training.uda.domains import Images, Mixed
 from dltta.training.uda.training import Parts, UDATraining, frozen, set_rate
+
+if TYPE_CHECKING:
+    from monai.transforms import Compose
 
 UNUSED = torch.tensor(0)  # in place of labels, which translation does not need
 
@@ -105,7 +107,9 @@ class CycleGAN:
             seed=seed,
         )
 
-    def _augmentation(self, slices: Sequence[Tensor]) -> mt.Compose:
+    def _augmentation(self, slices: Sequence[Tensor]) -> "Compose":
+        from monai import transforms as mt  # here: importing any part of MONAI imports all of it
+
         smallest = [min(extents) for extents in zip(*(part.shape[1:] for part in slices), strict=True)]
         crop = [min(extents) for extents in zip(self.crop or smallest, smallest, strict=True)]
         return mt.Compose([mt.RandSpatialCropd("image", crop, random_size=False), mt.RandFlipd("image", 0.5, 1)])
@@ -157,7 +161,7 @@ class Pool:
         self.images = list(state["images"])
 
 
-class Translation:
+class Translation(Parts):
     """The learner: one step of the generators, then one of the discriminators, on images from -1 to 1."""
 
     def __init__(self, settings: CycleGAN, networks: Networks, center: Tensor, scale: Tensor) -> None:
@@ -166,16 +170,7 @@ class Translation:
         self.generating = _adam(networks.generators, settings.learning_rate)
         self.judging = _adam(networks.discriminators, settings.learning_rate)
         self.pools = {"source": Pool(settings.pool), "target": Pool(settings.pool)}  # of images translated to it
-        self.parts = Parts({"networks": networks, "generating": self.generating, "judging": self.judging, **self.pools})
-
-    def train(self) -> None:
-        self.parts.train()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.parts.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any], /) -> None:
-        self.parts.load_state_dict(state)
+        super().__init__(networks=networks, generating=self.generating, judging=self.judging, **self.pools)
 
     def step(self, batch: Batch, generator: torch.Generator, progress: float, /) -> Losses:
         center, scale = self.center.view(-1, 1, 1), self.scale.view(-1, 1, 1)
@@ -187,7 +182,7 @@ class Translation:
         return {**losses, "discriminator": self._judge((source, target), shown)}
 
     def _translate(self, source: Tensor, target: Tensor) -> tuple[Losses, Tensor, Tensor]:
-        """Learn to fool the discriminators, to find the way back and to leave alone what is already there."""
+        """Learn to fool the discriminators, to find the way back and to leave images of the other side unchanged."""
         to_source, to_target = self.networks.generators
         weights = self.settings
         with frozen(*self.networks.discriminators):

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from monai import transforms as mt
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
@@ -16,6 +16,7 @@ from dltta.training.examples import (
     Examples,
     Pair,
     augmentation,
+    derived_seed,
     gather,
     read_pairs,
     require_one_size,
@@ -24,13 +25,16 @@ from dltta.training.examples import (
 )
 from dltta.training.settings import TrainingSettings
 
+if TYPE_CHECKING:
+    from monai.transforms import Compose
+
 Triple = tuple[Tensor, Tensor, Tensor]  # source image, source label, target image
 
 
 class Images(TorchDataset[Tensor]):
     """Preprocessed images without labels; `epoch` chooses the random numbers as in `Examples`."""
 
-    def __init__(self, images: Sequence[Tensor], augment: mt.Compose | None = None, *, seed: int = 0) -> None:
+    def __init__(self, images: Sequence[Tensor], augment: "Compose | None" = None, *, seed: int = 0) -> None:
         self.images, self.augment, self.seed, self.epoch = images, augment, seed, 0
 
     def __len__(self) -> int:
@@ -39,7 +43,7 @@ class Images(TorchDataset[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         if self.augment is None:
             return self.images[index]
-        self.augment.set_random_state(_draw(self.seed, 5, self.epoch, index))
+        self.augment.set_random_state(derived_seed(self.seed, 5, self.epoch, index))
         return without_history(self.augment({"image": self.images[index]})["image"])
 
 
@@ -119,7 +123,3 @@ def read_domains(
         [pairs[i] for i in validation],
         Images(images, augmentation(settings.augmentation, dims, settings.patch, dense=False), seed=settings.seed),
     )
-
-
-def _draw(*numbers: int) -> int:
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0])

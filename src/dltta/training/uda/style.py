@@ -1,7 +1,7 @@
 """Source and target together. UDA-ST: source images are given the look of target images, then trained on.
 
 Gatys et al., "Image Style Transfer Using Convolutional Neural Networks", CVPR 2016, as the OCT literature uses it. The
-other direction needs no training: the source network gives every image that it is shown the look of the source.
+other direction needs no training: the source model gives every image the look of the source.
 """
 
 import copy
@@ -51,13 +51,13 @@ class StyleTransfer:
     """
 
     direction: Literal["to-target", "to-source"] = "to-target"
-    vgg: str | None = None  # state dict of torchvision's vgg19
+    vgg: str | None = None  # file with the state dict of torchvision's vgg19
     content_weight: float = 1.0
     style_weight: float | None = None
     iterations: int = 100  # ours; where the paper stops it does not say
     optimizer: Literal["lbfgs", "adam"] = "lbfgs"  # the paper's
     start: Literal["new", "source"] = "new"  # the network that is trained on restyled images
-    epochs: int | None = None  # of that training; None: as many as for the source network
+    epochs: int | None = None  # of that training; None: as many as for the source model
     name: ClassVar[str] = "uda-st"
 
     def __post_init__(self) -> None:
@@ -65,6 +65,8 @@ class StyleTransfer:
             raise SettingError(f"direction of uda-st must be 'to-target' or 'to-source', got {self.direction!r}")
         if self.start not in ("new", "source"):
             raise SettingError(f"start of uda-st must be 'new' or 'source', got {self.start!r}")
+        if self.vgg is not None and not Path(self.vgg).is_file():
+            raise SettingError(f"vgg of uda-st: no file {self.vgg}; give the state dict of torchvision's vgg19")
         _ = self.restyling  # which checks the rest
 
     @property
@@ -74,7 +76,7 @@ class StyleTransfer:
         return Restyling(self.content_weight, weight, self.iterations, self.optimizer)
 
     def train(self, training: UDATraining, /) -> Checkpoint:
-        by = "the source network's encoder" if self.vgg is None else f"VGG-19 from {Path(self.vgg).name}"
+        by = "the source model's encoder" if self.vgg is None else f"VGG-19 from {Path(self.vgg).name}"
         vgg = None if self.vgg is None else load_vgg19(Path(self.vgg)).to(training.device).requires_grad_(False)
         source = training.source()
         network = copy.deepcopy(source.model).to(training.device).eval().requires_grad_(False)
@@ -89,7 +91,7 @@ class StyleTransfer:
         return training.checkpoint(trained.model, perception=by, history=trained.record["history"])
 
     def layers(self, architecture: Architecture) -> PerceptualLayers:
-        """Where the perceptual network is looked into."""
+        """The layers of the perceptual network that are used."""
         if self.vgg is not None:
             return VGG_LAYERS
         if (layers := ENCODER_LAYERS.get(architecture.name)) is None:
@@ -138,7 +140,7 @@ def perceive(
     images: Sequence[Tensor],
     device: torch.device,
 ) -> Perception:
-    """VGG-19 if there is one, else the network's own encoder; activations as measured on these images."""
+    """VGG-19 if there is one, else the network's encoder; activations as measured on these images."""
     shown = (image.to(device) for image in images)
     if vgg is None:
         return Perception.measured(through_encoder(network, layers), layers, shown)

@@ -241,7 +241,7 @@ class Queue:
         self.features = state["features"]
 
 
-class Pretraining:
+class Pretraining(Parts):
     """The learner: one step of swapped prediction on a batch of images."""
 
     def __init__(self, settings: SwAV, clusters: Clusters) -> None:
@@ -253,22 +253,13 @@ class Pretraining:
             momentum=settings.momentum,
             weight_decay=settings.weight_decay,
         )
-        self.parts = Parts({"clusters": clusters, "optimizer": self.optimizer, "queue": self.queue})
-
-    def train(self) -> None:
-        self.parts.train()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.parts.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any], /) -> None:
-        self.parts.load_state_dict(state)
+        super().__init__(clusters=clusters, optimizer=self.optimizer, queue=self.queue)
 
     def step(self, batch: Batch, generator: torch.Generator, progress: float, /) -> Losses:
         settings, epoch = self.settings, progress * self.settings.epochs + 1e-6  # whole epochs that are done, and more
         set_rate(self.optimizer, cosine(progress, settings.first_rate, settings.last_rate * settings.first_rate))
         self.clusters.normalize_prototypes()
-        features, scores = self._look(torch.stack(tuple(batch)), generator)
+        features, scores = self._scores(torch.stack(tuple(batch)), generator)
         codes = self.codes(scores[:CODED], past=epoch >= settings.queue_epoch)
         loss = swapped_loss(scores, codes, settings.temperature)
         self.optimizer.zero_grad(set_to_none=True)
@@ -291,7 +282,7 @@ class Pretraining:
             for both, own in zip(together, scores, strict=True)
         ]
 
-    def _look(self, images: Tensor, generator: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
+    def _scores(self, images: Tensor, generator: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
         """Features and scores of every view, the coded ones first; views of one size pass the network together."""
         features: list[Tensor] = []
         scores: list[Tensor] = []

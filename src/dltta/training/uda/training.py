@@ -11,7 +11,7 @@ MODEL/
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -22,12 +22,13 @@ from torch import nn
 
 from dltta.data.case import Dataset, Mapped, Task, without_label
 from dltta.data.preprocessing import Preprocessing
-from dltta.errors import DataError, SettingError
-from dltta.models.io.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, weights_checksum
+from dltta.errors import SettingError
+from dltta.models.io.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from dltta.models.io.fingerprint import fingerprint
 from dltta.models.nets.architecture import Architecture
 from dltta.training import SourceTraining, TrainingSettings
 from dltta.training.fit import Journal, Learner, Plan, Ranks, Repeatable, Report, Row, learn
-from dltta.training.source import Log, finished, plain
+from dltta.training.source import Log, finished, plain, require_fit
 from dltta.training.task import validation_score
 from dltta.training.uda.domains import Domains, read_domains
 
@@ -51,11 +52,11 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any], /) -> object: ...
 
 
-@dataclass(frozen=True)
 class Parts:
-    """Several things with a state, saved and restored together: what a learner with two optimizers is made of."""
+    """Several things with a state, saved and restored together; a learner is its parts and a `step`."""
 
-    parts: Mapping[str, Stateful]
+    def __init__(self, **parts: Stateful) -> None:
+        self.parts = parts
 
     def state_dict(self) -> dict[str, Any]:
         return {name: part.state_dict() for name, part in self.parts.items()}
@@ -126,7 +127,7 @@ class UDATraining:
         if not self.resume:
             self._forget()
         self.domains: Domains = read_domains(self.sites, self.targets, self.preprocessing, self.settings)
-        self._require_fitting_network()
+        require_fit(self.architecture, channels=len(self.domains.target.images[0]), classes=len(self.classes))
         trained = self.method.train(self)
         save_checkpoint(self.folder, replace(trained, record={**trained.record, **self._record(trained)}))
         self._forget()
@@ -156,7 +157,7 @@ class UDATraining:
         return Checkpoint(model, built, self.task, self.classes, self.preprocessing, record)
 
     def source(self) -> Checkpoint:
-        """The source network, in evaluation mode: the one given, or trained in `source/`."""
+        """The source model, in evaluation mode: the one given, or trained in `source/`."""
         if self.source_model is not None:
             return self.source_model
         return self.train_source(self.sites, "source")
@@ -210,7 +211,7 @@ class UDATraining:
     @property
     def fingerprint(self) -> dict[str, Any]:
         """What must be the same for a training to be continued; as JSON gives it back."""
-        source = {} if self.source_model is None else {"source": weights_checksum(self.source_model.model)}
+        source = {} if self.source_model is None else {"source": fingerprint(self.source_model.model)}
         return {
             "uda": self.described,
             "sites": [[site.site, len(site)] for site in self.sites],
@@ -251,14 +252,6 @@ class UDATraining:
             raise SettingError(f"the source model is {given.architecture}, not {self.architecture}; train another")
         if given is not None and given.preprocessing != self.preprocessing:
             raise SettingError(f"the source model is for {given.preprocessing}, not {self.preprocessing}")
-
-    def _require_fitting_network(self) -> None:
-        channels = len(self.domains.target.images[0])
-        if self.architecture.classes != len(self.classes) or self.architecture.in_channels != channels:
-            raise DataError(
-                f"the network takes {self.architecture.in_channels} channels and knows {self.architecture.classes} "
-                f"classes, the images have {channels} channels and {len(self.classes)} classes"
-            )
 
     def _forget(self) -> None:
         for file in self.folder.glob("resume-*.pt"):

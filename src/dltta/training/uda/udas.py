@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from monai.networks.layers.factories import Conv
 from torch import Tensor, nn
 
 from dltta.errors import SettingError
@@ -34,7 +33,7 @@ PHANTOM: dict[str, Any] = {"epochs": 8, "discriminator_rate": 1e-3, "width": 16}
 class UDAS:
     """Settings of output-space adaptation; the defaults are those of Tsai et al. where nothing else is said.
 
-    They begin with ImageNet weights and SGD 2.5e-4; here the source network is the beginning and Adam at the rate of
+    They begin with ImageNet weights and SGD 2.5e-4; here the source model is the beginning and Adam at the rate of
     source training continues it, because that is how these networks are trained.
     """
 
@@ -110,11 +109,10 @@ class Outputs(nn.Module):
     def _new_head(self, classes: int, sample: Tensor) -> nn.Module:
         self.network.eval()(sample)
         features = self._seen.pop()
-        head: nn.Module = Conv[Conv.CONV, features.ndim - 2](features.shape[1], classes, 1)
-        return head
+        return {4: nn.Conv2d, 5: nn.Conv3d}[features.ndim](features.shape[1], classes, 1)
 
 
-class OutputAlignment:
+class OutputAlignment(Parts):
     """The learner: one step of the segmentation network, then one of the discriminators."""
 
     def __init__(
@@ -124,31 +122,15 @@ class OutputAlignment:
         self.outputs, self.discriminators = outputs, discriminators
         self.optimizer = torch.optim.Adam(outputs.parameters(), lr=rate)
         self.judging = torch.optim.Adam(discriminators.parameters(), lr=settings.discriminator_rate, betas=(0.9, 0.99))
-        self.parts = Parts(
-            {
-                "outputs": outputs,
-                "discriminators": discriminators,
-                "optimizer": self.optimizer,
-                "judging": self.judging,
-            }
-        )
-
-    def train(self) -> None:
-        self.parts.train()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.parts.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any], /) -> None:
-        self.parts.load_state_dict(state)
+        super().__init__(outputs=outputs, discriminators=discriminators, optimizer=self.optimizer, judging=self.judging)
 
     def step(self, batch: Batch, generator: torch.Generator, progress: float, /) -> Losses:
         source, label, target = batch
         decay = (1 - progress) ** self.settings.power
         set_rate(self.optimizer, self.rate * decay)
         set_rate(self.judging, self.settings.discriminator_rate * decay)
-        losses, source_answers, target_answers = self._segment(source, label, target)
-        return {**losses, "discriminator": self._judge(source_answers, target_answers)}
+        losses, of_source, of_target = self._segment(source, label, target)
+        return {**losses, "discriminator": self._judge(of_source, of_target)}
 
     def _segment(self, source: Tensor, label: Tensor, target: Tensor) -> tuple[Losses, list[Tensor], list[Tensor]]:
         """Learn the task on the source and to be taken for it on the target; the probabilities of both, per level."""
@@ -156,19 +138,20 @@ class OutputAlignment:
         with frozen(self.discriminators):
             task = [self.loss(logits, label) for logits in of_source]
             fooling = [
-                adversarial_loss(judge(answer)) for judge, answer in zip(self.discriminators, of_target, strict=True)
+                adversarial_loss(judge(prediction))
+                for judge, prediction in zip(self.discriminators, of_target, strict=True)
             ]
             self.optimizer.zero_grad(set_to_none=True)
             (self._weighted(task, self._task_weights) + self._weighted(fooling, self._adversarial_weights)).backward()
         self.optimizer.step()
         losses = {"task": task[0].item(), "adversarial": fooling[0].item()}
-        return losses, [logits.softmax(1).detach() for logits in of_source], [answer.detach() for answer in of_target]
+        return losses, [logits.softmax(1).detach() for logits in of_source], [p.detach() for p in of_target]
 
     def _judge(self, source: Sequence[Tensor], target: Sequence[Tensor]) -> float:
-        """Learn to tell the answers apart; the loss, mean over levels."""
+        """Learn to tell the predictions of the two sites apart; the loss, mean over levels."""
         losses = [
-            discriminator_loss(judge(home), judge(away))
-            for judge, home, away in zip(self.discriminators, source, target, strict=True)
+            discriminator_loss(judge(of_source), judge(of_target))
+            for judge, of_source, of_target in zip(self.discriminators, source, target, strict=True)
         ]
         self.judging.zero_grad(set_to_none=True)
         total = torch.stack(losses)
@@ -199,15 +182,15 @@ def adversarial_loss(target: Tensor) -> Tensor:
     return _taken_for(target, 1.0)
 
 
-def _taken_for(logits: Tensor, answer: float) -> Tensor:
-    return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, answer))
+def _taken_for(logits: Tensor, site: float) -> Tensor:
+    return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, site))
 
 
 @torch.no_grad()
 def collect_statistics(network: nn.Module, images: Images, batch_size: int, device: torch.device) -> None:
     """Stored statistics of batch normalization from these images, as the network met them in training.
 
-    In training each site's batches are normalized with their own statistics and the stored ones are a mixture of both;
+    In training each site's batches are normalized by that site's statistics and the stored ones are a mixture of both;
     at test only the target comes.
     """
     layers = [module for module in network.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]

@@ -168,7 +168,7 @@ class _Checked:
 
 
 class _Saved(Transform):  # type: ignore[misc]  # MONAI has no types
-    """Stands where a bundle would save its answer: disabled, so that it is never made."""
+    """Takes the place of what would save the prediction: disabled, so that it is never made."""
 
     def __call__(self, data: Any) -> Any:
         return data

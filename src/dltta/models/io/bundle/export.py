@@ -240,7 +240,7 @@ def _postprocessing(checkpoint: Checkpoint, traced: str) -> list[dict[str, Any]]
 
 
 def _saving(axes: int) -> list[dict[str, Any]]:
-    """Volumes as NIfTI, on the file's grid already; pictures as PNG, for which MONAI's writer wants columns first."""
+    """Volumes as NIfTI, on the file's grid already; 2-D images as PNG, for which MONAI's writer wants columns first."""
     saving = {"_target_": "SaveImaged", "output_dir": "@output_dir", "output_dtype": "uint8", "resample": False}
     if axes == 3:
         return [{**saving, "keys": "pred"}]

@@ -1,4 +1,4 @@
-"""2 networks. Our images as MONAI's loader would have read them, and answers on the grid that they had in the file."""
+"""2 networks. Our images as MONAI's loader would have read them, and predictions on the grid of the file."""
 
 import copy
 from collections.abc import Callable, Hashable, Mapping
@@ -32,8 +32,8 @@ IGNORED = ("image_only", "dtype", "simple_keys", "prune_meta_pattern", "prune_me
 class FromImage(MapTransform):  # type: ignore[misc]  # MONAI has no types
     """Takes the place of MONAI's `LoadImaged`: an `Image` becomes the tensor that reading its file would have given.
 
-    That is: without a channel axis if there is one channel, with it at the end in a color picture and in front of
-    several files; columns before rows in pictures unless `reverse_indexing` is off; the affine and the other entries
+    That is: without a channel axis if there is one channel, with it at the end in a color 2-D image and in front of
+    several files; columns before rows in 2-D images unless `reverse_indexing` is off; the affine and the other entries
     that transforms look at beside it.
     """
 
@@ -54,13 +54,13 @@ class FromImage(MapTransform):  # type: ignore[misc]  # MONAI has no types
 
     def tensor(self, image: Image) -> MetaTensor:
         array, geometry = image.array, image.geometry
-        picture = _rows_first(image)
-        if picture and self.reverse:
+        flat = _rows_first(image)
+        if flat and self.reverse:
             array = array.swapaxes(1, 2)
         shape, channel = array.shape[1:], 0.0
         if len(array) == 1:
             array, channel = array[0], float("nan")  # MONAI's word for "no channel"
-        elif picture and geometry.channels > 1:
+        elif flat and geometry.channels > 1:
             array, channel = np.moveaxis(array, 0, -1), -1
         affine = np.eye(4) if geometry.affine is None else geometry.affine
         meta = {
@@ -90,7 +90,7 @@ class Pipeline:
     classes: tuple[str, ...]
     spatial_dims: int
     in_channels: int
-    dense: bool  # whether answers have positions
+    dense: bool  # whether predictions have positions
 
     def __call__(self, image: Image) -> Prepared:
         try:
@@ -118,14 +118,14 @@ class Pipeline:
 
         def restore(probability: Tensor) -> Tensor:
             require_classes(probability, self.classes)
-            answer = self._invert(probability, operations, meta)
-            answer = answer.swapaxes(1, 2) if swapped else answer
-            if answer.shape[1:] != spatial:
+            restored = self._invert(probability, operations, meta)
+            restored = restored.swapaxes(1, 2) if swapped else restored
+            if restored.shape[1:] != spatial:
                 raise InputError(
-                    f"MONAI leads the answer back to {tuple(answer.shape[1:])}, the file has {spatial}: "
+                    f"MONAI brings the prediction back to {tuple(restored.shape[1:])}, the file has {spatial}: "
                     "a transform of the bundle's preprocessing cannot be inverted"
                 )
-            return answer.contiguous()
+            return restored.contiguous()
 
         return restore
 
@@ -151,28 +151,26 @@ class Pipeline:
         except FAILURES as error:
             raise InputError(f"the bundle's preprocessing cannot be inverted: {reason(error)}") from error
         plain: Tensor = inverted.as_tensor().to(probability)
-        answer = plain[:-1].clone()
-        answer[0] += 1 - plain[-1]
-        if (answer < 0).any():  # interpolation by splines overshoots
-            answer = answer.clamp_min(0)
-            answer /= answer.sum(dim=0, keepdim=True)
-        return answer
+        restored = plain[:-1].clone()
+        restored[0] += 1 - plain[-1]
+        if (restored < 0).any():  # interpolation by splines overshoots
+            restored = restored.clamp_min(0)
+            restored /= restored.sum(dim=0, keepdim=True)
+        return restored
 
 
 def _rows_first(image: Image) -> bool:
-    """Whether it is a picture, with rows before columns; MONAI's readers turn those, and no others, around."""
-    picture = image.geometry.kind in ("png", "tiff") or (
-        image.geometry.kind == "dicom" and image.geometry.affine is None
-    )
-    return picture and image.array.ndim == 3
+    """Whether it is a 2-D image, with rows before columns; MONAI's readers turn those, and no others, around."""
+    flat = image.geometry.kind in ("png", "tiff") or (image.geometry.kind == "dicom" and image.geometry.affine is None)
+    return flat and image.array.ndim == 3
 
 
 def as_pipeline(compose: Any, wanted: str | None, where: str) -> tuple[Compose, str]:
     """The preprocessing with a place for our image in front, if it has none, and the key that the image goes under."""
     steps = list(compose.flatten().transforms) if isinstance(compose, Compose) else [compose] if compose else []
-    strange = [each for each in steps if not isinstance(each, MapTransform)]
-    if strange:
-        raise SettingError(f"{where}: {type(strange[0]).__name__} is no dictionary transform, which we need")
+    other = [each for each in steps if not isinstance(each, MapTransform)]
+    if other:
+        raise SettingError(f"{where}: {type(other[0]).__name__} is no dictionary transform, which we need")
     for each in steps:
         if isinstance(each, Randomizable | RandomizableTrait):
             raise SettingError(f"{where}: {type(each).__name__} is random; preprocessing must give the same every time")

@@ -1,4 +1,4 @@
-"""2 networks. What a bundle says of its network's answer: which classes, from which activation, led back how."""
+"""2 networks. What a bundle says of its network's prediction: which classes, by which activation, brought back how."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ from dltta.errors import SettingError
 from dltta.models.io.opened import Activation
 from dltta.models.io.probing import Probe, class_names
 
-PREDICTION = "pred"  # the key that MONAI's evaluator puts the network's answer under
+PREDICTION = "pred"  # the key that MONAI's evaluator puts the network's prediction under
 FORMATS = ("segmentation", "labels", "label", "classes", "classification", "probabilities")
 WITHOUT_EFFECT = ("EnsureTyped", "CastToTyped", "ToTensord", "ToNumpyd", "ToDeviced", "Identityd", "CopyItemsd")
 
 
 @dataclass(frozen=True)
 class Described:
-    """What `metadata.json` says of the one image that goes in and the one answer that comes out."""
+    """What `metadata.json` says of the one image that goes in and the one prediction that comes out."""
 
     image: str | None = None
     in_channels: int | None = None
     size: tuple[int, ...] | None = None
-    names: tuple[str, ...] = ()  # of the answer's channels
+    names: tuple[str, ...] = ()  # of the prediction's channels
     format: str | None = None
 
     @classmethod
@@ -34,14 +34,14 @@ class Described:
                 f"{where}: the network has {len(inputs)} inputs and {len(outputs)} outputs; "
                 "one image in and one prediction out are supported"
             )
-        image, answer = _table(next(iter(inputs.values()), None)), _table(next(iter(outputs.values()), None))
+        image, prediction = _table(next(iter(inputs.values()), None)), _table(next(iter(outputs.values()), None))
         channels = image.get("num_channels")
         return cls(
             next(iter(inputs), None),
             channels if isinstance(channels, int) and channels > 0 else None,
             _size(image.get("spatial_shape")),
-            _names(answer.get("channel_def")),
-            str(answer["format"]).lower() if answer.get("format") else None,
+            _names(prediction.get("channel_def")),
+            str(prediction["format"]).lower() if prediction.get("format") else None,
         )
 
     def classes(self, seen: Probe, where: str) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ def _names(definition: Any) -> tuple[str, ...]:
 
 
 @dataclass
-class Answer:
+class Postprocessing:
     """What the bundle's postprocessing makes of the network's output."""
 
     activation: Activation | None = None
@@ -86,18 +86,18 @@ class Answer:
     nearest: bool = False
 
     @classmethod
-    def read(cls, postprocessing: Any, channels: int, where: str) -> "Answer":
+    def read(cls, postprocessing: Any, channels: int, where: str) -> "Postprocessing":
         """Raises unless it amounts to the likeliest class, or to a threshold on the one sigmoid channel."""
-        answer = cls()
+        found = cls()
         steps = postprocessing.flatten().transforms if isinstance(postprocessing, Compose) else [postprocessing]
         for step in steps:
             written = [getattr(step, name, None) for name in ("output_key", "names", "name")]
             if any(each == PREDICTION or PREDICTION in (each or ()) for each in written):
                 _refuse(step, where)
             if PREDICTION in getattr(step, "keys", ()):
-                answer._take(step, list(step.keys).index(PREDICTION), where)
-        answer._require_sense(channels, where)
-        return answer
+                found._take(step, list(step.keys).index(PREDICTION), where)
+        found._require_sense(channels, where)
+        return found
 
     def _take(self, step: Any, at: int, where: str) -> None:
         """Adds what one step does to the prediction, which stands at position `at` of its keys."""
@@ -126,4 +126,4 @@ class Answer:
 
 def _refuse(step: Any, where: str) -> NoReturn:
     name = type(step).__name__
-    raise SettingError(f"{where}: {name} changes the answer in a way that is not supported; take it out")
+    raise SettingError(f"{where}: {name} changes the prediction in a way that is not supported; take it out")

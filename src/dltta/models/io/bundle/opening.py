@@ -10,8 +10,9 @@ from dltta.errors import SettingError, StateError
 from dltta.models.io.bundle.archive import unpacked
 from dltta.models.io.bundle.config import BundleConfig
 from dltta.models.io.bundle.images import Pipeline, as_pipeline
-from dltta.models.io.bundle.meaning import Answer, Described
-from dltta.models.io.opened import OpenedModel, Window, fingerprint, require_count
+from dltta.models.io.bundle.meaning import Described, Postprocessing
+from dltta.models.io.fingerprint import fingerprint
+from dltta.models.io.opened import OpenedModel, Window, require_count
 from dltta.models.io.probing import axes_of, probe
 from dltta.models.io.weights import load_weights
 
@@ -50,13 +51,15 @@ def _open(
         raise SettingError(f"{path} gives a {seen.task}, not a {task}")
     classes = classes or described.classes(seen, str(path))
     require_count(str(path), classes, seen.channels)
-    answer = Answer.read(_build(config, "postprocessing"), seen.channels, f"{config.file}: postprocessing")
+    postprocessing = Postprocessing.read(
+        _build(config, "postprocessing"), seen.channels, f"{config.file}: postprocessing"
+    )
     compose, key = as_pipeline(_build(config, "preprocessing"), described.image, f"{config.file}: preprocessing")
     pipeline = Pipeline(
         compose=compose,
         key=key,
-        traced=answer.traced or key,
-        nearest=answer.nearest,
+        traced=postprocessing.traced or key,
+        nearest=postprocessing.nearest,
         classes=classes,
         spatial_dims=seen.spatial_dims,
         in_channels=seen.in_channels,
@@ -70,11 +73,11 @@ def _open(
         in_channels=seen.in_channels,
         kind="bundle",
         name=path.resolve().stem if path.is_file() else path.resolve().name,
-        fingerprint=fingerprint({"config": config.content, "classes": classes}, model),
+        fingerprint=fingerprint(model, description={"config": config.content, "classes": classes}),
         prepare=pipeline,
         window=window,
         activation="sigmoid" if seen.channels == 1 else "softmax",
-        threshold=0.5 if answer.threshold is None else answer.threshold,
+        threshold=0.5 if postprocessing.threshold is None else postprocessing.threshold,
         size=size or seen.size,
         bundle=path,
     )

@@ -1,6 +1,6 @@
-"""9 figures. What does a case look like, and where is an answer wrong?
+"""9 figures. What does a case look like, and where is a prediction wrong?
 
-Every picture is an array (height, width, 3) uint8; `png_uri` makes it part of an HTML page.
+Every rendering is an array (height, width, 3) uint8; `png_uri` makes it part of an HTML page.
 """
 
 import base64
@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from dltta.errors import DataError
 from dltta.evaluation.examples import Array, Example
 
-Picture = NDArray[np.uint8]
+Rendering = NDArray[np.uint8]
 Color = tuple[int, int, int]
 
 # Distinguishable with the common color deficiencies (after Okabe and Ito).
@@ -20,8 +21,8 @@ CLASS_COLORS: tuple[Color, ...] = (
     (86, 180, 233), (230, 159, 0), (0, 158, 115), (240, 228, 66),
     (0, 114, 178), (213, 94, 0), (204, 121, 167), (190, 190, 190),
 )  # fmt: skip
-MISSED: Color = (86, 180, 233)  # foreground that the answer has as background
-INVENTED: Color = (230, 159, 0)  # background that the answer has as foreground
+MISSED: Color = (86, 180, 233)  # foreground that the prediction has as background
+INVENTED: Color = (230, 159, 0)  # background that the prediction has as foreground
 CONFUSED: Color = (204, 121, 167)  # one structure taken for another
 SMALLEST, LARGEST = 320, 1024  # pixels of the longer side
 
@@ -43,7 +44,7 @@ def slice_of(example: Example) -> int | None:
     return int(example.image.shape[1 + axis]) // 2
 
 
-def image_picture(example: Example) -> Picture:
+def render_image(example: Example) -> Rendering:
     """The image in gray, or in color when it has three channels; the middle 98 % of its values fill the range."""
     image = _cut(example.image, example, lead=1).astype(np.float64)  # (C, H, W)
     channels = image if len(image) == 3 else image[:1].repeat(3, axis=0)
@@ -52,31 +53,39 @@ def image_picture(example: Example) -> Picture:
     return _sized((255 * scaled).round().astype(np.uint8).transpose(1, 2, 0))
 
 
-def overlay_picture(example: Example, values: Array, *, opacity: float = 0.5) -> Picture:
+def render_overlay(example: Example, values: Array, *, opacity: float = 0.5) -> Rendering:
     """Class values (*spatial) in color over the image."""
-    base = image_picture(example).astype(np.float64)
+    base = render_image(example).astype(np.float64)
     shown = _sized(_cut(values, example, lead=0))
     colors = np.array([(0, 0, 0), *(class_color(value) for value in range(1, int(shown.max(initial=0)) + 1))])
     inside = (shown > 0)[..., None]
     return np.where(inside, (1 - opacity) * base + opacity * colors[shown], base).round().astype(np.uint8)
 
 
-def error_picture(example: Example, values: Array) -> Picture:
+def render_errors(example: Example, values: Array) -> Rendering:
     """Where class values differ from the label: missed, invented and confused positions over the dimmed image."""
     if example.label is None:
-        return overlay_picture(example, values)
-    truth, answer = (_sized(_cut(item, example, lead=0)) for item in (example.label, values))
-    picture = image_picture(example) // 3
-    picture[(truth > 0) & (answer == 0)] = MISSED
-    picture[(truth == 0) & (answer > 0)] = INVENTED
-    picture[(truth > 0) & (answer > 0) & (truth != answer)] = CONFUSED
-    return picture
+        return render_overlay(example, values)
+    truth, predicted = (_sized(_cut(item, example, lead=0)) for item in (example.label, values))
+    errors = render_image(example) // 3
+    errors[(truth > 0) & (predicted == 0)] = MISSED
+    errors[(truth == 0) & (predicted > 0)] = INVENTED
+    errors[(truth > 0) & (predicted > 0) & (truth != predicted)] = CONFUSED
+    return errors
 
 
-def png_uri(picture: Picture) -> str:
-    """The picture as a `data:` address."""
+def absolute_error(example: Example, values: Array) -> Array:
+    """|class value − label| at every position of the shown slice, (H, W)."""
+    if example.label is None:
+        raise DataError(f"{example.name} has no label, so there is no error to show")
+    truth, predicted = (_sized(_cut(item, example, lead=0)).astype(np.int64) for item in (example.label, values))
+    return np.asarray(np.abs(predicted - truth))
+
+
+def png_uri(rendering: Rendering) -> str:
+    """The rendering as a `data:` address."""
     out = io.BytesIO()
-    Image.fromarray(picture).save(out, format="PNG", optimize=True)
+    Image.fromarray(rendering).save(out, format="PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode("ascii")
 
 
@@ -87,7 +96,7 @@ def _cut(values: Array, example: Example, *, lead: int) -> Array:
 
 
 def _sized(values: Array) -> Array:
-    """Small pictures enlarged and large ones thinned by a whole factor, (H, W, …)."""
+    """Small renderings enlarged and large ones thinned by a whole factor, (H, W, …)."""
     longest = max(values.shape[:2])
     enlarge, thin = max(1, SMALLEST // longest), -(-longest // LARGEST)
     return values.repeat(enlarge, axis=0).repeat(enlarge, axis=1)[::thin, ::thin]

@@ -1,0 +1,194 @@
+"""`dltta bench`: methods, rates, seeds and orders from source to target sites."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import typer
+
+from dltta.cli.options import FLAG, UDA, Device, Json, count_processes, require_device, split_names
+from dltta.errors import SettingError
+from dltta.recipes import Method, Optimizer, Recipe
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What is compared."""
+
+    panel: ClassVar[str] = "What is compared"
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Test-time methods, with commas: source, ptbn, ttt, tent, atta, recommended, package.module:Class; or "
+            f"methods that learn with target images: {', '.join(UDA)}.",
+            show_default="source,ptbn,ttt,tent,atta",
+        ),
+    ] = None
+    rates: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RULES",
+            help="Learning-rate rules, with commas: fixed, dynamic, exponential, relative, matched (fixed at the mean "
+            "of dynamic), package.module:Class. fixed:1e-2 sets the rate.",
+            show_default="fixed,dynamic",
+        ),
+    ] = None
+    seeds: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Source models to train, each with its own seed.", show_default="1"),
+    ] = None
+    orders: Annotated[int | None, typer.Option(metavar="N", help="Random orders of each stream.", show_default="1")] = (
+        None
+    )
+    epochs: Annotated[
+        int | None, typer.Option(metavar="N", help="Epochs of source training.", show_default="100, the paper's")
+    ] = None
+    alpha: Annotated[
+        float | None,
+        typer.Option(
+            metavar="RATE",
+            help="The learning rate that the rules scale.",
+            show_default="the paper's: 1e-3 for segmentation, 3e-4 for classification",
+        ),
+    ] = None
+    optimizer: Annotated[
+        Optimizer | None,
+        typer.Option(
+            metavar="NAME",
+            help="What takes the adaptation step: sgd (Eq. 2 of the paper) or adam.",
+            show_default="sgd",
+        ),
+    ] = None
+    prefill: Annotated[
+        bool,
+        typer.Option(
+            "--prefill",
+            metavar=FLAG,
+            help="Begin each stream with features and predictions of source images in the memory.",
+        ),
+    ] = False
+
+
+@dataclass(frozen=True)
+class Running:
+    """How it is run."""
+
+    panel: ClassVar[str] = "How it is run"
+    root: Annotated[
+        Path | None,
+        typer.Option(
+            "--data", metavar="FOLDER", help="The folder that site folders are in.", show_default="the current one"
+        ),
+    ] = None
+    work: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Where models and streams are kept; several comparisons can share them.",
+            show_default="the output folder",
+        ),
+    ] = None
+    processes: Annotated[int, typer.Option("-j", "--jobs", metavar="N", help="Streams that run at the same time.")] = 1
+    device: Device = "cpu"
+
+
+def bench(
+    compared: Compared,
+    running: Running,
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="A TOML file, such as those in configs.")
+    ] = None,
+    source: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SITE",
+            help="Source site with labels; repeat to train on several together.",
+            show_default="those of CONFIG",
+        ),
+    ] = None,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SITE",
+            help="Target site; its labels are used for scores only. Repeat for several; sequence:SITE,SITE and "
+            "interleave:SITE,SITE are streams of several sites.",
+            show_default="those of CONFIG",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", metavar="FOLDER", help="Where results are written.", show_default="that of CONFIG"
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare methods and learning-rate rules from source sites to target sites: results.json, tables, report.
+
+    Options given here win over those in CONFIG. Finished streams are not run again: after an interruption the same
+    command continues.
+
+    Examples:
+        dltta bench --source data/a --target data/b -o runs/ab
+        dltta bench --source data/a --target data/b --seeds 3 -o runs/ab
+        dltta bench configs/real/nuclei_tissue.toml --data sites -j 2
+    """
+    from dltta.cli.progress import bars
+    from dltta.cli.report import show
+    from dltta.config import build, read_toml
+    from dltta.evaluation.experiment import Experiment, run_experiment
+    from dltta.evaluation.headline import sentences
+    from dltta.training import TrainingSettings
+    from dltta.training.settings import AUXILIARIES
+
+    table = read_toml(config) if config else {}
+    training = {**table.pop("training", {}), **_given(epochs=compared.epochs)}
+    optimizer = None if compared.optimizer is None else compared.optimizer.value
+    adaptation = {**table.pop("adaptation", {}), **_given(alpha=compared.alpha, optimizer=optimizer)}
+    adaptation |= {"prefill": True} if compared.prefill else {}
+    table |= _given(
+        source=source, targets=target, output=_text(output), root=_text(running.root), work=_text(running.work),
+        methods=split_names(compared.methods), rates=split_names(compared.rates), seeds=compared.seeds,
+        orders=compared.orders,
+    )  # fmt: skip
+    needed = [*table.get("methods", list(Method)), *(["memory"] if adaptation.get("prefill") else [])]
+    training.setdefault("with", [name for name in AUXILIARIES if name in needed])
+    experiment = build(
+        Experiment,
+        {
+            **table,
+            "training": build(TrainingSettings, training, "[training]"),
+            "adaptation": _shared_recipe(adaptation),
+        },
+        str(config or "the command line"),
+    )
+    processes, device = count_processes(running.processes, running.device), require_device(running.device)
+    with bars() as listener:
+        results = run_experiment(experiment, device=device, processes=processes, listener=listener)
+    if as_json:
+        typer.echo(json.dumps({"results": str(experiment.folder / "results.json"), "headline": sentences(results)}))
+        return
+    show(results)
+    typer.echo(f"Report: {experiment.folder / 'report.html'}")
+
+
+def _shared_recipe(table: dict[str, Any]) -> Recipe:
+    """What all methods share, from the table [adaptation]."""
+    from dltta.config import build
+
+    for key in ("method", "rate", "name"):
+        if key in table:
+            raise SettingError(
+                f"[adaptation] is for all methods; {key} is no part of it: use methods and rates above it"
+            )
+    return build(Recipe, table, "[adaptation]")
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value not in (None, [], ())}
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)

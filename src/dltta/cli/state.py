@@ -1,0 +1,171 @@
+"""`dltta state`: what a stream has learned, version by version."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dltta.cli.options import FLAG, Json, OwnModel, add_command
+
+if TYPE_CHECKING:
+    from dltta.serving.maintenance import Listed
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="Look after what a stream of dltta adapt has learned: list versions, go back to one, find alterations, write "
+    "the adapted model.",
+    epilog="Examples:\n\n```text\ndltta state list predictions\ndltta state rollback predictions --to 12\n```",
+)
+Output = Annotated[Path, typer.Argument(metavar="FOLDER", help="The output folder of dltta adapt.")]
+Version = Annotated[
+    int | None, typer.Option(metavar="N", help="Which version, as `dltta state list` shows it.", show_default="latest")
+]
+HASH = re.compile("[0-9a-f]{64}")
+
+
+def list_(output: Output, as_json: Json = False) -> None:
+    """List the versions that a stream can go back to, the oldest first.
+
+    A version is made after every batch; * marks the current one.
+
+    Examples:
+        dltta state list predictions
+    """
+    from rich.console import Console
+
+    from dltta.serving.maintenance import list_versions
+
+    versions = list_versions(output)
+    if as_json:
+        typer.echo(json.dumps([asdict(version) for version in versions]))
+    else:
+        Console().print(_table(versions), highlight=False)
+
+
+def _table(versions: "list[Listed]") -> Any:
+    """Fits a terminal: long names of cases are cut."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("")
+    table.add_column("version", justify="right", no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("made by", no_wrap=True, overflow="ellipsis")
+    for version in versions:
+        cases = version.cases[:1] if len(version.cases) < 2 else (version.cases[0], "…", version.cases[-1])
+        mark = "*" if version.current else " "
+        table.add_row(mark, str(version.version), _size(version.bytes), Text(version.event or " ".join(cases)))
+    return table
+
+
+def _size(bytes_: int) -> str:
+    return f"{bytes_ / 1e6:.1f} MB" if bytes_ >= 1e6 else f"{bytes_ / 1e3:.1f} kB"
+
+
+def show(output: Output, version: Version = None, as_json: Json = False) -> None:
+    """Show what a version holds and the settings of its stream.
+
+    Examples:
+        dltta state show predictions
+        dltta state show predictions --version 12
+    """
+    from dltta.serving.maintenance import show_version
+
+    found = show_version(output, version)
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    adapted = list(found["adapted"])
+    rows = {
+        "version": found["version"],
+        "batches seen": found["batches"],
+        "pairs in memory": found["memory"],
+        "adapted tensors": f"{len(adapted)}, such as {adapted[0]}" if adapted else "none",
+    }
+    typer.echo("\n".join([*_aligned(rows), "", "settings", *_aligned(_flat(found["settings"]), indent="  ")]))
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings within settings as `adaptation.alpha`."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
+
+
+def _aligned(rows: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    width = max(map(len, rows))
+    return (f"{indent}{key:{width}s}  {_words(value)}" for key, value in rows.items())
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_words, value)) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    text = "none" if value is None else str(value)
+    return f"{text[:12]}…" if HASH.fullmatch(text) else text
+
+
+def rollback(
+    output: Output, version: Annotated[int, typer.Option("--to", metavar="N", help="The version to go back to.")]
+) -> None:
+    """Go back to an older version: the next image is adapted from there. The log keeps what happened.
+
+    Examples:
+        dltta state rollback predictions --to 12
+    """
+    from dltta.serving.maintenance import roll_back
+
+    typer.echo(f"{output}: version {roll_back(output, version)} is version {version} again")
+
+
+def verify(output: Output, as_json: Json = False) -> None:
+    """Find altered, moved or missing lines of the log and altered predictions; exit code 1 if there are any.
+
+    Examples:
+        dltta state verify predictions
+    """
+    from dltta.serving.maintenance import verify as find_alterations
+
+    problems = find_alterations(output)
+    if as_json:
+        typer.echo(json.dumps(problems))
+    else:
+        typer.echo("\n".join(problems) if problems else f"{output}: the record is as it was written")
+    raise typer.Exit(1 if problems else 0)
+
+
+def export(
+    output: Output,
+    model: Annotated[
+        str, typer.Option("-m", "--model", metavar="MODEL", help="The source model that the stream was begun with.")
+    ],
+    target: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="Where the model is written.")],
+    own: OwnModel,
+    version: Version = None,
+    bundle: Annotated[bool, typer.Option("--bundle", metavar=FLAG, help="Write a MONAI bundle.")] = False,
+) -> None:
+    """Write the adapted model as a plain model that no longer adapts, with the source model's stored statistics.
+
+    It has the form of the source model (a model folder, or weights for your own code), or is a MONAI bundle.
+
+    Examples:
+        dltta state export predictions -m models/a -o models/a_at_b
+        dltta state export predictions -m bundles/spleen -o spleen_at_b --bundle
+    """
+    from dltta.serving.maintenance import export as write_model
+
+    write_model(output, own.source(model).open(), target, number=version, bundle=bundle)
+    typer.echo(f"{target}: the model as adapted in {output}")
+
+
+add_command(app, list_, "list")
+for command in (show, rollback, verify, export):
+    add_command(app, command)

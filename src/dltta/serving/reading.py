@@ -1,0 +1,57 @@
+"""1 images. Before the network: is the content of a case new to the stream, and what does the network get of it?"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dltta.data.inbox import Incoming, digest, read_incoming
+from dltta.errors import DataError, DlttaError, InputError, SettingError
+from dltta.models.io.opened import OpenedModel
+from dltta.predictor import Loaded, load
+from dltta.serving.index import StreamIndex
+
+
+@dataclass(frozen=True)
+class Known:
+    """A case whose content was predicted before, or waits in the current batch; it is not read."""
+
+    digest: str
+
+
+@dataclass(frozen=True)
+class Unusable:
+    """A case with content that is no image for this network."""
+
+    digest: str
+    error: DlttaError
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads cases for one stream. Called in the thread that reads ahead."""
+
+    opened: OpenedModel
+    output: Path
+    index: StreamIndex
+
+    def __call__(self, case: Incoming) -> Loaded | Known | Unusable:
+        if any(file.parent.resolve() == self.output.resolve() for file in case.files):
+            raise SettingError(f"{self.output} holds the images; choose another folder for the predictions")
+        before = _size_and_time(case)
+        found = digest(case)
+        if self.index.holds(found):
+            return Known(found)
+        try:
+            loaded = load(self.opened, read_incoming(case), found)
+        except (DataError, InputError) as error:
+            return Unusable(found, error)
+        if _size_and_time(case) != before:
+            return Unusable(found, DataError("it changed while it was read; give it once it is complete"))
+        return loaded
+
+
+def _size_and_time(case: Incoming) -> list[tuple[int, int]]:
+    """What changes while a file is being written."""
+    try:
+        return [(status.st_size, status.st_mtime_ns) for status in (file.stat() for file in case.files)]
+    except OSError:  # gone: reading it will say so
+        return []

@@ -1,0 +1,102 @@
+"""The record of a stream in its output folder: log, table and state, opened together and brought to the same moment.
+
+OUT/
+  NAME.png …          the predictions, in the format and geometry of their images
+  predictions.csv     classification instead: image, prediction, probability of each class
+  stream.jsonl        one line per case, hash-chained (`journal.py`)
+  state/              what was learned, version by version (`state.py`)
+"""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dltta.core.adapter import Adapter
+from dltta.data.formats import dicom
+from dltta.data.formats.format import endings
+from dltta.errors import SettingError, StateError
+from dltta.files import remove_parts
+from dltta.serving.index import PredictionTable, StreamIndex
+from dltta.serving.journal import Fields, Journal, on_disk, write_anchor
+from dltta.serving.naming import Naming
+from dltta.serving.state import StateFolder
+
+SCHEMA = 2  # of stream.jsonl and the state folder
+LOG, TABLE, STATE = "stream.jsonl", "predictions.csv", "state"
+
+
+class Record:
+    """A stream that is begun, or continued where its log ends. The caller holds the lock of `folder`.
+
+    `description` is what a continued stream must share with its beginning; it stands in the first line of the log.
+    """
+
+    def __init__(
+        self, output: Path, folder: StateFolder, description: Fields, adapter: Adapter, *, resume: bool
+    ) -> None:
+        self.output, self.folder, self.adapter = output, folder, adapter
+        journal = Journal(output / LOG, folder.anchor)
+        if journal.size and not resume:
+            raise SettingError(f"{output} already holds a stream; add --resume to continue it, or choose another")
+        remove_parts(output)
+        folder.clean()
+        if journal.size:
+            require_schema(folder.description(), output)
+            _require_same(folder.description(), description, output)
+        else:
+            self._start(journal, description)
+        self.naming = Naming(folder.description().get("key"))
+        self.index = StreamIndex(journal)
+        classes = description["classes"] if description["task"] == "classification" else None
+        self.table = None if classes is None else PredictionTable(output / TABLE, classes)
+        if self.table is not None:
+            self.table.rewrite(line.entry for line in journal)
+        with on_disk(folder.anchor):
+            write_anchor(folder.anchor, journal.head)
+        self.restore_adapter()
+
+    def restore_adapter(self) -> None:
+        """Bring the adapter to the version that the log names last."""
+        self.folder.load(self.index.version, self.index.sha256, self.adapter)
+
+    def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Lines of cases with a prediction; on return they count."""
+        self.index.append(lines)
+        if self.table is not None:
+            self.table.append(lines)
+
+    def _start(self, journal: Journal, description: Fields) -> None:
+        _require_no_foreign_files(self.output)
+        key = {"key": secrets.token_hex(16)} if description["anonymize"] else {}
+        self.folder.describe({**description, **key})
+        with on_disk(self.folder.anchor):
+            write_anchor(self.folder.anchor, journal.head)
+        first = {"state": 0, "state_sha256": self.folder.save(0, self.adapter)}
+        journal.append([{"event": "start", **description, **first}])
+
+
+def require_schema(description: Mapping[str, Any], output: Path) -> None:
+    """Refuses the stream of another release."""
+    if description.get("schema") != SCHEMA:
+        found = description.get("schema", 1)
+        raise StateError(f"{output} has a log of schema {found}, this version writes {SCHEMA}; begin a new stream")
+
+
+def _require_same(found: Mapping[str, Any], wanted: Mapping[str, Any], output: Path) -> None:
+    for key, value in wanted.items():
+        if isinstance(value, Mapping) and isinstance(found.get(key), Mapping):
+            _require_same(found[key], value, output)
+        elif key != "dltta" and found.get(key) != value:
+            begun, now = ("another network", "this one") if key == "network" else (f"{key} {found.get(key)}", value)
+            raise StateError(
+                f"{output} was begun with {begun}, not {now}; resume with the same, or choose another folder"
+            )
+
+
+def _require_no_foreign_files(output: Path) -> None:
+    """A new stream must not replace files of somebody else."""
+    ours = (*endings(), *dicom.ENDINGS, ".npz")
+    there = [path.name for path in output.iterdir() if path.name.lower().endswith(ours) or path.name == TABLE]
+    if there:
+        raise SettingError(f"{output} holds {min(there)}, which is not ours; choose an empty folder")

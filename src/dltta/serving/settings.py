@@ -1,0 +1,39 @@
+"""How is a stream run? Pure data: nothing here imports torch."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from dltta.recipes import Recipe, choice, recommended
+
+
+class Deployment(StrEnum):
+    """What the adapted model is allowed to do."""
+
+    LIVE = "live"  # it predicts
+    SHADOW = "shadow"  # it adapts, the source model predicts; how the two differ is recorded
+    FROZEN = "frozen"  # nothing adapts, the source model predicts
+
+
+class OnError(StrEnum):
+    """What to do about a case that cannot be used."""
+
+    STOP = "stop"
+    SKIP = "skip"
+
+
+@dataclass(frozen=True)
+class StreamSettings:
+    """How a stream is adapted and predicted; the defaults are those of `dltta adapt`.
+
+    `anonymize` puts the image's hash in the place of its name, in the log and in the predictions' file names.
+    """
+
+    recipe: Recipe = field(default_factory=recommended)
+    deployment: Deployment = Deployment.LIVE
+    on_error: OnError = OnError.STOP
+    save_probabilities: bool = False
+    anonymize: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "deployment", choice("deployment", self.deployment, Deployment))
+        object.__setattr__(self, "on_error", choice("on_error", self.on_error, OnError))
