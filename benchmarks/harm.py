@@ -18,17 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dltta.config import AdaptationSettings, make_adapter, open_dataset
+from dltta.config import make_adapter, open_dataset
 from dltta.data.case import Case, Mapped
 from dltta.data.phantom import phantom
 from dltta.data.phantom.oct import OCT
 from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DlttaError
 from dltta.evaluation.provenance import Provenance
-from dltta.evaluation.run import DECISIONS
 from dltta.metrics import dice_per_class, mean_defined
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
 from dltta.models.nets.architecture import Architecture
+from dltta.quality.guarded import decision_of
+from dltta.recipes import Ready, Recipe, Rule, Statistics, Task, paper
 from dltta.training import SourceTraining, TrainingSettings
 from harm_page import write_page
 
@@ -46,7 +47,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Bed:
-    """A trained network, images of a new site, of its own site, and what a useless image looks like."""
+    """A source model, images of a target site, of the source site, and what a useless image looks like."""
 
     name: str
     title: str
@@ -54,7 +55,7 @@ class Bed:
     genuine: Sequence[Item]
     source: Sequence[Item]
     empty: Sequence[Tensor] | None  # images in which there is nothing to segment
-    settings: AdaptationSettings
+    recipe: Recipe
     block: int  # genuine images between two blocks of useless ones
 
     def range(self) -> tuple[float, float]:
@@ -107,53 +108,57 @@ STRENGTHS = {
 
 
 def run(bed: Bed, items: Sequence[Item], strength: str, *, factor: float, guard: bool) -> dict[str, Any]:
-    """Scores by position (None where there is nothing to score) and decisions of the guard."""
-    alpha = bed.settings.alpha if strength == "default" else 1.0
-    settings = replace(
-        bed.settings,
+    """Scores by position (None where there is nothing to score), the guard's decisions and their reasons."""
+    alpha = bed.recipe.alpha if strength == "default" else 1.0
+    recipe = replace(
+        bed.recipe,
         alpha=(alpha or 0.0) * factor,
         guard=guard,
-        statistics="shrinkage" if strength == "default" else "batch",
+        statistics=Statistics.SHRINKAGE if strength == "default" else Statistics.BATCH,
     )
-    adapter = make_adapter(bed.checkpoint, "tent", "relative", settings)
+    adapter = make_adapter(bed.checkpoint, recipe)
     scores: list[float | None] = []
-    decisions: list[str | None] = []
-    for batch in batches(items, settings.batch_size or 1):
+    outcomes: list[str | None] = []
+    reasons: list[str | None] = []
+    for batch in batches(items, recipe.batch_size or 1):
         x = torch.stack([item.image for item in batch])
         try:
             step = adapter.step(x)
         except DlttaError as error:  # without the guard: a loss that is no number
-            predictions, decided = [None] * len(batch), [f"{type(error).__name__}"] * len(batch)
+            predictions = [None] * len(batch)
+            outcomes += [type(error).__name__] * len(batch)
+            reasons += [None] * len(batch)
         else:
             predictions = list(step.logits.argmax(1))
-            ruling = step.ruling
-            decided = [None if ruling is None else DECISIONS[ruling.of(i).verdict] for i in range(len(batch))]
-        scores += [score(bed, predicted, item.label) for predicted, item in zip(predictions, batch, strict=True)]
-        decisions += decided
-    return {"scores": scores, "decisions": decisions}
+            decision = decision_of(step)
+            found = [None if decision is None else decision.of(i) for i in range(len(batch))]
+            outcomes += [None if each is None else str(each.outcome) for each in found]
+            reasons += [None if each is None or each.reason is None else str(each.reason) for each in found]
+        scores += [score(bed, prediction, item.label) for prediction, item in zip(predictions, batch, strict=True)]
+    return {"scores": scores, "decisions": outcomes, "reasons": reasons}
 
 
-def source_model(bed: Bed, items: Sequence[Item]) -> dict[str, Any]:
+def unadapted(bed: Bed, items: Sequence[Item]) -> dict[str, Any]:
     """Scores of the source model."""
-    adapter = make_adapter(bed.checkpoint, "source", "none", bed.settings)
+    adapter = make_adapter(bed.checkpoint, paper("source"))
     predictions = [adapter.step(item.image[None]).logits.argmax(1)[0] for item in items]
-    return {"scores": [score(bed, predicted, item.label) for predicted, item in zip(predictions, items, strict=True)]}
+    return {"scores": [score(bed, given, item.label) for given, item in zip(predictions, items, strict=True)]}
 
 
 def batches(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def score(bed: Bed, predicted: Tensor | None, label: Tensor | int | None) -> float | None:
+def score(bed: Bed, prediction: Tensor | None, label: Tensor | int | None) -> float | None:
     """Mean Dice over the classes, or 1 and 0 for right and wrong, in percent; no prediction is worth nothing."""
     if label is None:
         return None
-    if predicted is None:
+    if prediction is None:
         return 0.0
     if bed.checkpoint.task == "classification":
-        return 100.0 * (int(predicted) == int(label))
+        return 100.0 * (int(prediction) == int(label))
     assert isinstance(label, Tensor)
-    return 100 * mean_defined(dice_per_class(predicted, label, len(bed.checkpoint.classes)))
+    return 100 * mean_defined(dice_per_class(prediction, label, len(bed.checkpoint.classes)))
 
 
 def measure(bed: Bed, wanted: Sequence[str]) -> dict[str, Any]:
@@ -162,7 +167,7 @@ def measure(bed: Bed, wanted: Sequence[str]) -> dict[str, Any]:
         if wanted and name not in wanted:
             continue
         factor = TOO_HIGH if name.startswith("rate") else 1
-        source = source_model(bed, items)
+        source = unadapted(bed, items)
         found["streams"][name] = {}
         for strength in STRENGTHS:
             free = run(bed, items, strength, factor=factor, guard=False)
@@ -190,7 +195,7 @@ def synthetic_oct(quick: bool) -> Bed:
         items(phantom("oct", "cirrus", test, seed=1000, size=size)),
         items(phantom("oct", "spectralis", test, seed=2000, size=size)),
         [missed_retina(number, size) for number in range(test)],
-        AdaptationSettings(ready="neighbors").for_task("segmentation"),
+        recipe_of("segmentation", 1),
         8,
     )
 
@@ -207,16 +212,22 @@ def synthetic_histology(quick: bool) -> Bed:
         items(phantom("histology", "hospital_3", test, seed=1000)),
         items(phantom("histology", "hospital_0", test, seed=2000)),
         None,
-        AdaptationSettings(ready="neighbors", batch_size=16).for_task("classification"),
+        recipe_of("classification", 16),
         8,
     )
+
+
+def recipe_of(task: Task, batch_size: int) -> Recipe:
+    """The paper's values but for the rate, and a memory that is asked as soon as it can be."""
+    recipe = Recipe("tent", Rule.RELATIVE, ready=Ready.NEIGHBORS, batch_size=batch_size)
+    return recipe.resolved(task, calibrated=True)
 
 
 def own(model: Path, site: str, count: int) -> Bed:
     """A network of one's own on a site of one's own; its own site is not at hand, so its images stand for the range."""
     checkpoint = load_checkpoint(model)
     found = items(Mapped(open_dataset(site), checkpoint.preprocessing.case), count)
-    settings = AdaptationSettings(ready="neighbors", batch_size=1 if checkpoint.task == "segmentation" else 16)
+    recipe = recipe_of(checkpoint.task, 1 if checkpoint.task == "segmentation" else 16)
     return Bed(
         model.name,
         f"{model.name} on {Path(site).name}",
@@ -224,7 +235,7 @@ def own(model: Path, site: str, count: int) -> Bed:
         found,
         found,
         None,
-        settings.for_task(checkpoint.task),
+        recipe,
         8,
     )
 

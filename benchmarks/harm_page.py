@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 COLORS = {"source": "#888888", "unguarded": "#c0392b", "guarded": "#1f6fb4"}
-LABELS = {"source": "source network", "unguarded": "adapted, no guard", "guarded": "adapted, with guard"}
+LABELS = {"source": "source model", "unguarded": "adapted, no guard", "guarded": "adapted, with guard"}
 TOLERANCE = 1.0  # points that the guard may cost
 WINDOW = {"segmentation": 5, "classification": 31}  # scored images that are averaged along the stream
 
@@ -23,10 +23,10 @@ def write_page(results: Mapping[str, Any], output: Path) -> None:
             draw(bed, strength).savefig(output / "images" / f"guard_{name}_{strength}.png", dpi=110)
         sections.append(section(name, bed, results["strengths"]))
     head = (Path(__file__).parent / "guard_head.md").read_text()
-    (output / "guard.md").write_text(head + "\n" + kept_promise(results) + "\n" + "\n".join(sections))
+    (output / "guard.md").write_text(head + "\n" + promise(results) + "\n" + "\n".join(sections))
 
 
-def kept_promise(results: Mapping[str, Any]) -> str:
+def promise(results: Mapping[str, Any]) -> str:
     """Is the promise kept? Counted, not claimed."""
     rows = [row for bed in results["beds"].values() for row in table(bed)]
     kept = [row for row in rows if row["margin"] >= -TOLERANCE]
@@ -85,7 +85,7 @@ def section(name: str, bed: Mapping[str, Any], strengths: Mapping[str, str]) -> 
 
 
 def draw(bed: Mapping[str, Any], strength: str) -> Figure:
-    """One panel per stream: running means of the scores, useless images shaded, the guard's fallbacks as marks."""
+    """One panel per stream: running means of the scores, useless images shaded, objections as marks below."""
     names = list(bed["streams"])
     rows = (len(names) + 1) // 2
     figure = Figure(figsize=(11, 2.3 * rows + 0.6), layout="constrained")
@@ -109,7 +109,8 @@ def _panel(axis: Any, entry: Mapping[str, Any], window: int) -> None:
         places = [place for place, value in enumerate(part["scores"]) if value is not None]
         values = _smooth([value for value in part["scores"] if value is not None], window)
         axis.plot(places, values, color=COLORS[way], label=LABELS[way], linewidth=1.6)
-    marked = [i for i, v in enumerate(entry["guarded"]["decisions"]) if v not in ("accepted", "in-distribution")]
+    harmless = ("accepted", "in-distribution")
+    marked = [i for i, outcome in enumerate(entry["guarded"]["decisions"]) if outcome not in harmless]
     axis.plot(marked, [2] * len(marked), "|", color="#444444", markersize=6, label="the guard steps in")
     axis.set(ylim=(0, 100), xlim=(-0.5, len(scores) - 0.5))
     axis.spines[["top", "right"]].set_visible(False)

@@ -12,8 +12,11 @@ from PIL import Image as Pillow
 
 from dltta.data.formats.images import Image
 from dltta.data.inbox import find_incoming
+from dltta.data.preprocessing import Preprocessing
+from dltta.models.io.checkpoint import Checkpoint, save_checkpoint
 from dltta.models.io.fingerprint import fingerprint
 from dltta.models.io.opened import OpenedModel, Prepared
+from dltta.models.nets.architecture import Architecture
 from dltta.recipes import Recipe
 from dltta.serving.folder import Stream
 from dltta.serving.settings import Deployment, StreamSettings
@@ -29,6 +32,15 @@ def segmenter(**changes) -> OpenedModel:
 
 def classifier(**changes) -> OpenedModel:
     return _opened({"model": trained(Classifier()), "task": "classification", "classes": CLASSES, **changes})
+
+
+def save_model(folder: Path) -> Path:
+    """A checkpoint folder with a small U-Net for images of any size."""
+    architecture = Architecture("unet", 2, 1, 3, {"width": 4})
+    scaled = Preprocessing("scale", 255.0, (32, 32))
+    model = trained(architecture.build(seed=3))
+    save_checkpoint(folder, Checkpoint(model, architecture, "segmentation", SEGMENTS, scaled, {"epoch": 1}))
+    return folder
 
 
 def _opened(given) -> OpenedModel:

@@ -7,13 +7,14 @@ import pytest
 import torch
 from PIL import Image as Pillow
 
-from dltta import Exponential, Fixed, Proportional
+from dltta import Exponential, Fixed, GuardedAdapter, Limits, Proportional, Relative
 from dltta.config import (
     TrainConfig,
     build,
     default_architecture,
     default_preprocessing,
     make_adapter,
+    make_objective,
     make_rate,
     make_uda,
     open_dataset,
@@ -23,8 +24,12 @@ from dltta.config import (
 from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DataError, SettingError
 from dltta.evaluation.experiment import Experiment
-from dltta.recipes import paper
+from dltta.models.statistics import Running
+from dltta.objectives import Tent
+from dltta.recipes import Recipe, paper, recommended
 from dltta.training import TrainingSettings
+from methods import LayerWise, Prototypes
+from networks import stream
 from streams import classifier, segmenter
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -61,22 +66,125 @@ def test_files_that_are_not_toml(tmp_path):
         read_toml(tmp_path / "bad.toml")
 
 
-def test_the_papers_settings_fill_what_was_not_given():
-    segmentation = paper().resolved("segmentation", calibrated=False)
-    assert (segmentation.alpha, segmentation.batch_size) == (1e-3, 1)
-    bank = make_adapter(segmenter(), segmentation).memory
-    assert (bank.capacity, bank.neighbors) == (20, 8)
-    classification = paper().resolved("classification", calibrated=False)
-    assert (classification.alpha, classification.batch_size) == (3e-4, 200)
-    bank = make_adapter(classifier(), classification).memory
-    assert (bank.capacity, bank.neighbors) == (800, 12)
-    assert make_adapter(classifier(), paper().changed(batch_size=16)).memory.capacity == 64
+def test_an_adapter_has_what_its_recipe_says():
+    adapter = make_adapter(segmenter(), paper())
+    assert (adapter.memory.capacity, adapter.memory.neighbors, adapter.memory.ready) == (20, 8, "full")
+    assert (adapter.rate, adapter.steps, adapter.mode) == (Proportional(1e-3), 1, "continual")
+    assert type(adapter._optimizer) is torch.optim.SGD
+    adapter = make_adapter(classifier(), paper())
+    assert (adapter.memory.capacity, adapter.memory.neighbors, adapter.rate) == (800, 12, Proportional(3e-4))
+    other = Recipe("tent", "dynamic", optimizer="adam", steps=2, mode="image-specific", batch_size=16, pool=4)
+    adapter = make_adapter(classifier(), replace(other, ready="neighbors", distance="cosine", alpha=0.5))
+    assert (adapter.memory.capacity, adapter.memory.pool, adapter.memory.distance) == (64, 4, "cosine")
+    assert (adapter.memory.ready, adapter.rate, adapter.steps) == ("neighbors", Proportional(0.5), 2)
+    assert (type(adapter._optimizer), adapter.mode) == (torch.optim.Adam, "image-specific")
+
+
+def test_a_fixed_rate_needs_no_memory_and_methods_without_a_loss_no_rate():
+    assert make_adapter(segmenter(), paper("tent", "fixed")).memory is None
+    for method in ("source", "ptbn"):
+        adapter = make_adapter(segmenter(), paper(method))
+        assert (adapter.rate, adapter.memory, adapter.steps) == (None, None, 0)
+
+
+def test_the_recommended_recipe_of_a_model_without_calibration_is_guarded_with_batch_statistics():
+    adapter = make_adapter(segmenter(), recommended())
+    assert isinstance(adapter, GuardedAdapter)
+    assert adapter.guard.limits == Limits()
+    assert isinstance(adapter.rate, Relative)
+    assert (adapter.memory.pool, adapter.memory.ready) == (8, "neighbors")
+    assert adapter.objective == Tent()
+
+
+def test_shrinkage_statistics_of_a_model_without_calibration_are_refused():
+    with pytest.raises(SettingError, match="shrinkage statistics need a calibrated model"):
+        make_adapter(segmenter(), Recipe(statistics="shrinkage"))
+
+
+# classes of one's own, by name
+
+
+def test_a_method_of_ones_own_by_name_gets_the_statistics_if_it_takes_them():
+    statistics = Running(0.5)
+    assert make_objective("methods:MeanTeacher", segmenter(), statistics).statistics is statistics
+    assert isinstance(make_objective("methods:Prototypes", segmenter(), statistics), Prototypes)
+
+
+def test_a_method_can_be_named_by_its_file(tmp_path):
+    (tmp_path / "mine.py").write_text("from dltta.objectives import Tent\nclass Mine(Tent):\n    pass\n")
+    assert type(make_objective(f"{tmp_path / 'mine.py'}:Mine", segmenter())).__name__ == "Mine"
+
+
+def test_a_rate_of_ones_own_by_name_gets_alpha_if_it_takes_it():
+    assert make_rate("methods:GradientNorm", 0.25).alpha == 0.25
+    assert isinstance(make_rate("methods:LayerWise", 0.25), LayerWise)
+
+
+@pytest.mark.parametrize("guard", [False, True])
+@pytest.mark.parametrize("rate", ["methods:GradientNorm", "methods:LayerWise", "dynamic"])
+def test_a_recipe_of_ones_own_classes_runs(guard, rate):
+    recipe = Recipe("methods:MeanTeacher", rate, alpha=0.2, statistics="running", guard=guard)
+    adapter = make_adapter(segmenter(), recipe)
+    assert isinstance(adapter, GuardedAdapter) == guard
+    assert adapter.objective.statistics == Running()
+    step = adapter.step(stream((1, 1, 8, 8), 1)[0])
+    assert step.logits.isfinite().all()
+    assert step.rate > 0
+    assert adapter.memory is None or rate == "dynamic"
+
+
+@pytest.mark.parametrize("guard", [False, True])
+def test_a_recipe_of_ones_own_method_without_a_loss_runs(guard):
+    adapter = make_adapter(classifier(), Recipe("methods:Prototypes", guard=guard))
+    assert (adapter.rate, adapter.memory) == (None, None)
+    assert adapter.step(stream((3, 1, 8, 8), 1)[0]).updates == ()
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("nowhere.at.all:Method", "there is no module 'nowhere'; write package.module"),
+        ("methods:Meanteacher", "methods has no function or class 'Meanteacher'; there are .*MeanTeacher"),
+        ("methods:Needy", "methods:Needy needs the argument 'temperature'; give it a default"),
+        ("methods:NoMethod", r"methods:NoMethod has no prepare\(model\), which every method needs"),
+        ("missing.py:Method", "there is no file missing.py"),
+        ("tnet", "there is no method 'tnet'; did you mean 'tent'"),
+    ],
+)
+def test_a_method_that_cannot_be_used_is_refused_in_one_line(spec, words):
+    with pytest.raises(SettingError, match=words) as found:
+        make_adapter(segmenter(), Recipe(spec))
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("nowhere.at.all:Rate", "there is no module 'nowhere'"),
+        ("methods:Rate", "has no function or class 'Rate'"),
+        ("methods:Needy", "needs the argument 'temperature'"),
+        ("methods:no_rate", "methods:no_rate gives a float, which cannot be called"),
+        ("dynamc", "there is no rate 'dynamc'; did you mean 'dynamic'"),
+    ],
+)
+def test_a_rate_that_cannot_be_used_is_refused_in_one_line(spec, words):
+    with pytest.raises(SettingError, match=words) as found:
+        make_adapter(segmenter(), Recipe("tent", spec))
+    assert "\n" not in str(found.value)
+
+
+def test_a_module_that_lacks_what_it_imports_says_so(tmp_path, monkeypatch):
+    (tmp_path / "unfinished.py").write_text("import nowhere_to_be_found\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="nowhere_to_be_found"):
+        make_objective("unfinished:Method", segmenter())
 
 
 def test_rates_by_name():
     assert make_rate("fixed", 0.1) == Fixed(0.1)
     assert make_rate("dynamic", 0.1) == Proportional(0.1)
     assert make_rate("exponential", 0.1) == Exponential(0.1)
+    assert make_rate("relative", 0.1).alpha == 0.1
     with pytest.raises(SettingError, match="no rate 'dynamc'; did you mean 'dynamic'"):
         make_rate("dynamc", 0.1)
 

@@ -248,9 +248,9 @@ _PUBLISHED: dict[str, Callable[[str, str], Dataset]] = {
 
 
 def default_preprocessing(dataset: Dataset, size: tuple[int, ...] | None = None) -> Preprocessing:
-    """As nnU-Net chooses: 8- and 16-bit pictures are scaled by their type's maximum, volumes get z-scores.
+    """As nnU-Net chooses: 8- and 16-bit 2-D images are scaled by their type's maximum, volumes get z-scores.
 
-    Synthetic images come ready. For pictures the maximum is 255 unless the first image has larger values.
+    Synthetic images come ready. The type is the first image's; floats count as 8 bits up to 255, as 16 bits beyond.
     """
     if isinstance(dataset, SiteStream):
         return default_preprocessing(dataset.parts[0], size)
@@ -259,8 +259,9 @@ def default_preprocessing(dataset: Dataset, size: tuple[int, ...] | None = None)
         return Preprocessing(size=size)
     if folder.entries and folder.entries[0].files[0].name.endswith((".nii", ".nii.gz")):
         return Preprocessing("zscore", size=size)
-    brightest = float(dataset[0].image.max())
-    return Preprocessing("scale", 255.0 if brightest <= 255 else 65535.0, size)
+    first = dataset[0]
+    limit = first.limit or (255 if float(first.image.max()) <= 255 else 65535)
+    return Preprocessing("scale", float(max(limit, 255)), size)
 
 
 def default_architecture(dataset: Dataset, name: str | None = None, options: Mapping[str, Any] = {}) -> Architecture:

@@ -79,7 +79,7 @@ def test_tensorboard_log(dltta, small, tmp_path):
         (["train"], "nothing to train"),
         (["train", "--epoch", "3"], "No such option: --epoch"),
         (["train", "--epochs", "few"], "Invalid value for '--epochs'"),
-        (["trian"], "No such command 'trian'"),
+        (["trian"], "No such command 'trian'. Did you mean 'train'? Try --help.\n"),
         (["train", "-i", "nowhere", "-o", "model"], "there is no folder nowhere"),
         (["train", "missing.toml"], "cannot read missing.toml"),
         (["train", "-i", "phantom:oct:spectralis:4", "-o", "m", "--size", "12,4"], "is not a size"),

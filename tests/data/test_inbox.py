@@ -450,8 +450,10 @@ def test_a_cut_slice_is_a_problem_of_its_own_series_among_several(tmp_path):
     write_dicom(tmp_path / "in" / "xray.dcm", GREY)
     cut_off = write_dicom(tmp_path / "in" / "other.dcm", GREY)
     cut_off.write_bytes(cut(cut_off.read_bytes()))
+    (tmp_path / "in" / "third.dcm").touch()
     found = {case.name: case.problem for case in find_incoming(tmp_path / "in")}
     assert found["xray"] is None
+    assert "third.dcm: cannot be read as DICOM" in found["third"]
     assert "ends before its image does" in found["other"]
 
 

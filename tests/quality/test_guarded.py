@@ -55,6 +55,17 @@ class Objector:
         return Review(Objection(Reason.DRIFT, "no") if objects else None, {"drift": signals.drift})
 
 
+class OnlyEarlier(Objector):
+    """Objects to the update and to the state before it."""
+
+    def __init__(self):
+        self.drifts = []
+
+    def after(self, signals):
+        self.drifts.append(signals.drift)
+        return Review(Objection(Reason.DRIFT, "no") if len(self.drifts) < 3 else None, {})
+
+
 # accepted
 
 
@@ -253,19 +264,23 @@ def test_the_last_accepted_state_comes_before_the_source():
         ours.step(x)
     after_one = plain()
     after_one.step(IMAGES[0])
-    drifts = []
-
-    class Below(Objector):
-        def after(self, signals):
-            drifts.append(signals.drift)
-            objects = len(drifts) < 3  # to the update and to the state before it
-            return Review(Objection(Reason.DRIFT, "no") if objects else None, {})
-
-    ours.guard = Below()
+    ours.guard = OnlyEarlier()
     step = ours.step(IMAGES[2])
     assert step.decision.outcome == Outcome.ROLLED_BACK
-    assert drifts[0] > drifts[1] > drifts[2] > 0
+    update, before, accepted = ours.guard.drifts
+    assert update > before > accepted > 0
     assert torch.equal(step.logits, after_one.predict(IMAGES[2]))
+
+
+def test_after_reset_the_last_accepted_state_is_the_source():
+    ours = guarded(LOOSE)
+    for x in IMAGES[:3]:
+        ours.step(x)
+    ours.reset()
+    ours.guard = OnlyEarlier()
+    step = ours.step(IMAGES[2])
+    assert step.decision.outcome == Outcome.ROLLED_BACK
+    assert torch.equal(step.logits, plain(rate=0.0)(IMAGES[2]))
 
 
 def test_at_last_the_source_model_predicts():
@@ -318,7 +333,7 @@ def test_a_guarded_adapter_can_be_converted_in_the_middle_of_a_stream(statistics
     ours = guarded(LOOSE, objective=Tent(statistics))
     ours.step(IMAGES[0])
     ours.double()
-    ours.guard = Objector()
+    ours.guard = SourceGuard(Limits(drift=1e-9))
     step = ours.step(IMAGES[1])
     assert step.logits.dtype == torch.float64
     assert step.decision.outcome == Outcome.ROLLED_BACK
@@ -472,6 +487,17 @@ def test_no_image_goes_twice_through_the_same_model(passes, limits, outcome, cou
     assert len(passes) == count
     again = 1 if step.updates and outcome == Outcome.KEPT else 0  # before the first update it is the unadapted model
     assert len(set(passes)) == len(passes) - again
+
+
+def test_a_fallback_does_not_ask_the_unadapted_model_again(passes):
+    ours = GuardedAdapter(trained(Counting()), Tent(), Fixed(0.9), guard=LOOSE, layout="given")
+    ours.step(IMAGES[0])
+    ours.guard = SourceGuard(Limits(rate=0.5, drift=math.inf, max_change=1.0, collapse=0))
+    passes.clear()
+    step = ours.step(IMAGES[1])
+    assert (step.decision.outcome, step.decision.reason) == (Outcome.KEPT, Reason.RATE)
+    assert len(passes) == 5  # source, unadapted, before and after the update, the state before
+    assert len(set(passes)) == 5
 
 
 def test_a_state_is_tried_once(passes):

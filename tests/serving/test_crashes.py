@@ -7,18 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from PIL import Image as Pillow
 
 from dltta.data.inbox import find_incoming
-from dltta.models.io.checkpoint import Checkpoint, Preprocessing, save_checkpoint
-from dltta.models.nets.architecture import Architecture
 from dltta.serving.maintenance import roll_back, verify
-from networks import trained
-from streams import SEGMENTS, child, classifier, left, lines, pictures, run, segmenter, start
+from streams import child, classifier, left, lines, pictures, run, save_model, segmenter, start
 
 DEAD = 77
 
@@ -172,11 +168,7 @@ def lines_that_count(output):
 
 @pytest.fixture
 def model(tmp_path):
-    architecture = Architecture("unet", 2, 1, 3, {"width": 4})
-    preprocessing = Preprocessing("scale", 255.0, (32, 32))
-    checkpoint = Checkpoint(trained(architecture.build(seed=3)), architecture, "segmentation", SEGMENTS, preprocessing)
-    save_checkpoint(tmp_path / "model", replace(checkpoint, record={"epoch": 1}))
-    return tmp_path / "model"
+    return save_model(tmp_path / "model")
 
 
 def command(model, images, output, *more):

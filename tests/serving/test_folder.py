@@ -510,7 +510,7 @@ class TestFailures:
         assert "File name too long" in sentence
 
     def test_probabilities_whose_name_is_too_long_leave_no_prediction(self, images, output):
-        bad = images / f"case_3b{'x' * 220}.png"
+        bad = images / f"case_3b{'x' * 230}.png"
         grey_image(bad, np.arange(96).reshape(8, 12))
         self.same_without(segmenter(), images, output, bad, save_probabilities=True)
 

@@ -1,7 +1,7 @@
 """`dltta adapt`: the main job, predictions for images as they arrive."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -24,7 +24,7 @@ from dltta.recipes import RECOMMENDED, Method, Mode, Optimizer, Recipe, Statisti
 from dltta.serving.settings import Deployment, OnError, StreamSettings
 
 if TYPE_CHECKING:
-    from dltta.serving.folder import Summary
+    from dltta.serving.summary import Summary
 
 
 @dataclass(frozen=True)
@@ -268,10 +268,11 @@ def adapt(
         adapting.recipe(), adapting.deployment, arriving.on_error, writing.save_probabilities, writing.anonymize
     )
     with Stream(opened, output, settings, resume=writing.resume) as stream, bars() as listener:
+        _warn(stream.notices())
         summary = stream.run(cases, listener.cases(None if arriving.watch else len(cases)))
     _tell(summary, output, as_json)
-    if summary.failed:
-        raise typer.Exit(1)
+    if summary.exit_code:
+        raise typer.Exit(summary.exit_code)
 
 
 def _tell(summary: "Summary", output: Path, as_json: bool) -> None:
@@ -281,8 +282,19 @@ def _tell(summary: "Summary", output: Path, as_json: bool) -> None:
     for sentence in summary.failed:
         typer.secho("skipped: ", fg="yellow", nl=False, err=True)
         typer.echo(sentence, err=True)
+    _warn(summary.warnings)
     parts = [f"{summary.predicted} predicted"]
     parts += [f"{summary.repeated} the same as an earlier image"] if summary.repeated else []
     parts += [f"{summary.already_predicted} had a prediction"] if summary.already_predicted else []
     parts += [f"{len(summary.failed)} skipped"] if summary.failed else []
     typer.echo(f"{output}: {', '.join(parts)}")
+    if summary.decisions:
+        decided = ", ".join(f"{count} {outcome}" for outcome, count in summary.decisions.items() if count)
+        review = f"{summary.to_review} to review (reason in stream.jsonl)" if summary.to_review else "none to review"
+        typer.echo(f"decisions since the stream began: {decided}; {review}")
+
+
+def _warn(sentences: Iterable[str]) -> None:
+    for sentence in sentences:
+        typer.secho("warning: ", fg="yellow", nl=False, err=True)
+        typer.echo(sentence, err=True)

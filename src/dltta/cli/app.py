@@ -71,8 +71,8 @@ def main() -> None:
             traceback.print_exc()
         _fail(one_line(error))
     except typer.TyperException as error:
-        if message := error.format_message():
-            _fail(f"{message.replace('Value error, ', '').rstrip('.')}. Try --help.")
+        if message := error.format_message().replace("Value error, ", ""):
+            _fail(f"{message}{' ' if message[-1] in '.?' else '. '}Try --help.")
         sys.exit(FAILED)  # nothing was asked, and help has been shown
     if code == INTERRUPTED:
         typer.echo("interrupted; the same command continues where it stopped, adapt and train with --resume", err=True)

@@ -19,6 +19,7 @@ class Case:
     image: Tensor  # (C, *spatial) float32
     label: Tensor | None = None  # (*spatial) int64 in segmentation, () int64 in classification
     spacing: tuple[float, ...] | None = None  # mm per position along each spatial axis, None when unknown
+    limit: int | None = None  # largest value that the file's pixels can hold, 255 or 65535; None when unknown
 
 
 class Dataset(Protocol):

@@ -252,7 +252,7 @@ class _Look:
         return found
 
     def _look_into(self, child: Path) -> None:
-        """The DICOM cases of a sub-folder; it may have gone since it was listed."""
+        """The DICOM cases of a sub-folder."""
         refused = self._refused(child)
         if refused is not None:
             self._add(child.name, [child], refused)
@@ -260,8 +260,7 @@ class _Look:
         try:
             entries = self._entries(child)
         except DataError as error:
-            if is_folder(child):
-                self._add(child.name, [child], str(error))
+            self._add(child.name, [child], str(error))
             return
         others = []
         for entry in entries:

@@ -117,6 +117,7 @@ class SiteFolder:
             image=torch.from_numpy(image.array),
             label=None if label is None else torch.from_numpy(label),
             spacing=image.geometry.spacing,
+            limit=image.geometry.limit,
         )
 
 
@@ -160,6 +161,7 @@ class Slices:
             image=whole.image.select(1 + axis, position).clone(),
             label=None if whole.label is None else whole.label.select(axis, position).clone(),
             spacing=None if spacing is None else (*spacing[:axis], *spacing[axis + 1 :]),
+            limit=whole.limit,
         )
 
 

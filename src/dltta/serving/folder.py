@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -33,21 +33,12 @@ from dltta.serving.reading import Known, Reader, Unusable
 from dltta.serving.record import SCHEMA, STATE, Record
 from dltta.serving.settings import Deployment, OnError, StreamSettings
 from dltta.serving.state import Packed, StateFolder
+from dltta.serving.summary import Summary
 from dltta.serving.written import PredictionWriter
 from dltta.version import __version__
 
 CaseError: TypeAlias = DataError | InputError | NonFiniteError  # what is wrong with one case and not with the others
 Tick = Callable[[Mapping[str, Any]], None]  # called with the line of every case that is done
-
-
-@dataclass
-class Summary:
-    """What a run did."""
-
-    predicted: int = 0
-    repeated: int = 0  # the same content under another name: predicted, not learned from again
-    already_predicted: int = 0  # in an earlier run
-    failed: list[str] = field(default_factory=list)  # one sentence each
 
 
 @dataclass(frozen=True)
@@ -97,7 +88,7 @@ class Stream:
 
     def run(self, cases: Iterable[Incoming], tick: Tick = lambda line: None) -> Summary:
         """Predict every case that has no prediction yet, in order."""
-        self._summary, self._tick = Summary(), tick
+        self._summary, self._tick = Summary(notices=self.notices()), tick
         self._batch: list[Waiting] = []
         self._copies: list[tuple[Incoming, str]] = []  # cases with the content of one in the batch
         try:
@@ -109,7 +100,18 @@ class Stream:
         finally:
             if self._keeping is not None:
                 wait([self._keeping])
+        self._summary.conclude(self.index.decisions, self.index.reasons)
         return self._summary
+
+    def notices(self) -> list[str]:
+        """What a user must know before the first image, one sentence each."""
+        notices = []
+        if self.recipe.calibration_matters and self.opened.calibration is None:
+            notices.append(
+                "no calibration: the model does not know what source images look like, so images far out of "
+                "distribution are not recognized; train it with `dltta train`"
+            )
+        return notices
 
     # what was read
 
@@ -277,6 +279,7 @@ class Stream:
             "network": self.opened.fingerprint,
             "task": self.opened.task,
             "classes": self.opened.classes,
+            "calibrated": self.opened.calibration is not None,
             "window": None if self.opened.window is None else asdict(self.opened.window),
             "deployment": self.settings.deployment,
             "anonymize": self.settings.anonymize,

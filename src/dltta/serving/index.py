@@ -5,6 +5,7 @@ Memory holds the name, the hash and the place of the line of each case; all else
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ class StreamIndex:
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
         self.version, self.sha256 = 0, ""  # the current version of the state and the hash of its file
+        self.decisions: Counter[str] = Counter()  # of the guard, by outcome
+        self.reasons: Counter[str] = Counter()
         self._digests: dict[str, bytes] = {}  # by name
         self._places: dict[bytes, int] = {}  # by content: where the line of the first such case begins
         self._failures: set[tuple[str, ...]] = set()
@@ -54,6 +57,10 @@ class StreamIndex:
         entry = line.entry
         if "state_sha256" in entry:
             self.version, self.sha256 = int(entry["state"]), str(entry["state_sha256"])
+        if entry.get("decision") is not None:
+            self.decisions[entry["decision"]] += 1
+        if entry.get("reason") is not None:
+            self.reasons[entry["reason"]] += 1
         if "prediction" in entry:
             digest = bytes.fromhex(entry["input"])
             self._digests[entry["case"].casefold()] = digest

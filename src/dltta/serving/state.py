@@ -158,7 +158,7 @@ class StateFolder:
             held, _ = unpack(_read(path, pairs.sha256), path)
             keys += list(held["keys"])[-pairs.count :]
             values += held["values"][-pairs.count :]
-        pushed = (version.state["extra"]["memory"] or {"pushed": 0})["pushed"]
+        pushed = (version.state["extra"].get("memory") or {"pushed": 0})["pushed"]
         first = pushed % len(keys) if keys else 0  # slot of the oldest once the bank has gone round
         order = [*range(len(keys) - first, len(keys)), *range(len(keys) - first)]
         return {

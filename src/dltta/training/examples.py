@@ -57,7 +57,7 @@ def read_pairs(cases: Sequence[Case], preprocessing: Preprocessing) -> list[Pair
     for case in cases:
         if case.label is None:
             raise DataError(f"{case.site}/{case.name} has no label; source training needs one for every image")
-        pairs.append((preprocessing.image(case.image), preprocessing.label(case.label).long()))
+        pairs.append((preprocessing.image(case.image, case.limit), preprocessing.label(case.label).long()))
     return pairs
 
 

@@ -91,7 +91,7 @@ def volume(path, shape=(18, 35, 21)):
 
 CASES = [
     (2, 1, Preprocessing()),
-    (2, 1, Preprocessing("scale", 65535.0)),
+    (2, 1, Preprocessing("scale", 255.0)),
     (2, 3, Preprocessing("zscore")),
     (2, 3, Preprocessing("imagenet", 255.0)),
     (2, 3, Preprocessing("imagenet", 255.0, (16, 80))),  # smaller along one axis, larger along the other

@@ -24,7 +24,7 @@ from datetime import datetime
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 from nibabel.affines import voxel_sizes
@@ -54,6 +54,48 @@ _COPIED = (  # into every segmentation, as its standard demands; all may be empt
     "StudyTime",
     "SliceThickness",
 )
+_PLACING = (  # what a segmentation needs of an image, and no more
+    "SOPClassUID",
+    "SOPInstanceUID",
+    "SeriesInstanceUID",
+    "StudyInstanceUID",
+    "FrameOfReferenceUID",
+    "PositionReferenceIndicator",
+    "Modality",
+    "ImagePositionPatient",
+    "ImageOrientationPatient",
+    "PixelSpacing",
+    "SliceThickness",
+    "SpacingBetweenSlices",
+    "Rows",
+    "Columns",
+    "NumberOfFrames",
+    "SamplesPerPixel",
+    "PhotometricInterpretation",
+    "BitsAllocated",
+    "BitsStored",
+    "HighBit",
+    "PixelRepresentation",
+    "LossyImageCompression",
+    "LossyImageCompressionRatio",
+    "LossyImageCompressionMethod",
+)
+_IDENTIFYING = (  # beside names, dates and the groups of patient and trial
+    "AccessionNumber",
+    "StudyID",
+    "StudyDescription",
+    "SeriesDescription",
+    "ProtocolName",
+    "ImageComments",
+    "InstitutionName",
+    "InstitutionAddress",
+    "InstitutionalDepartmentName",
+    "StationName",
+    "DeviceSerialNumber",
+    "RequestAttributesSequence",
+    "FrameOfReferenceUID",
+)
+_NO_DATE = datetime(1900, 1, 1)  # where the standard demands one
 _SERIES_NUMBER = 900
 _PREAMBLE, _MAGIC = 132, b"DICM"  # bytes before the header, and the last of them
 _PIXELS = (0x7FE00008, 0x7FE00009, 0x7FE00010)
@@ -86,6 +128,19 @@ class Series:
 
     headers: tuple[Any, ...] = field(repr=False)  # pydicom's data sets
     modified: float  # when the newest file was last written, seconds since 1970
+
+
+@dataclass(frozen=True)
+class Anonymous:
+    """How a segmentation is written that does not name its patient: a pseudonym, no dates, nothing else of the header.
+
+    Identifiers are kept, so that the segmentation finds its images; with `uids="new"` they are replaced, alike wherever
+    `secret` is alike, and nothing leads back to the images.
+    """
+
+    pseudonym: str
+    uids: Literal["keep", "new"] = "keep"
+    secret: str = field(default="", repr=False)
 
 
 class Peek(NamedTuple):
@@ -165,7 +220,7 @@ def _ends(header: Any, stream: BinaryIO, pixels: tuple[int, int], size: int) -> 
         group, element, length = struct.unpack("<HHI", item)
         if (group, element) == (0xFFFE, 0xE0DD):
             return True
-        if (group, element) != (0xFFFE, 0xE000) or stream.tell() + length > size:
+        if (group, element) != (0xFFFE, 0xE000):
             return False
         stream.seek(length, os.SEEK_CUR)
     return False
@@ -184,19 +239,35 @@ def _check_inflated(file: Path, stream: BinaryIO) -> None:
     stream.seek(0)
 
 
+def identifying(file: Path) -> tuple[str, ...]:
+    """Names of the elements that name the patient, people, places or times, or lead to them; never their values."""
+    with _reading(file):
+        header = _library("pydicom").dcmread(file, stop_before_pixels=True)
+        found = [element.keyword or "private elements" for element in header if _identifies(element)]
+    return tuple(dict.fromkeys(found))
+
+
+def _identifies(element: Any) -> bool:
+    known = element.VR in ("PN", "DA", "DT", "TM") or element.keyword in _IDENTIFYING
+    leads = element.VR == "UI" and element.keyword.endswith("InstanceUID")
+    return bool(element.value) and (known or leads or element.tag.group in (0x0010, 0x0012) or element.tag.is_private)
+
+
 def read_series(files: Sequence[Path]) -> Image:
     """The files of one series as a volume (1, columns, rows, slices); one file as an image (1 or 3, rows, columns)."""
     headers = [_header(file) for file in files]
     return _single(files[0], headers[0]) if len(files) == 1 else _volume(files, headers)
 
 
-def write_segmentation(path: Path | str, labels: ArrayLike, like: Geometry, classes: Sequence[str]) -> None:
+def write_segmentation(
+    path: Path | str, labels: ArrayLike, like: Geometry, classes: Sequence[str], anonymous: "Anonymous | None" = None
+) -> None:
     """Writes class values (*spatial) as a DICOM segmentation (SEG) of the series they belong to.
 
     Every class but the first, the background, is a binary segment with the class's value as its number. Slices without
     any are left out, as the standard allows, unless all are empty. Patient and study are the series', as the standard
-    asks. The same labels for the same files give the same bytes: identifiers come from the content, dates from the
-    files' time.
+    asks, unless it is written `anonymous`. The same labels for the same files give the same bytes: identifiers come
+    from the content, dates from the files' time.
     """
     path = Path(path)
     if like.kind != "dicom" or not isinstance(like.header, Series):
@@ -207,7 +278,7 @@ def write_segmentation(path: Path | str, labels: ArrayLike, like: Geometry, clas
     if len(classes) < 2 or values.max(initial=0) >= len(classes):
         raise DataError(f"{path}: class value {values.max(initial=0)}, but {len(classes)} classes; name all, from 0 on")
     with _referring(path):
-        content = _segmentation(values, like.header, classes)
+        content = _segmentation(values, like.header, classes, anonymous)
     with writing(path) as file:
         file.write(content)
 
@@ -324,7 +395,9 @@ def _check_distances(files: Sequence[Path], along: NDArray[np.float64]) -> None:
     usual = float(np.median(gaps))
     if gaps.min() < 1e-3:
         one, other = (files[int(gaps.argmin()) + n].name for n in (0, 1))
-        raise DataError(f"{folder}: {one} and {other} at one place; keep one of them (no time points)")
+        raise DataError(
+            f"{folder}: {one} and {other} at one place; keep one image per place (no time points, no copies)"
+        )
     if gaps.max() > 1.5 * usual:
         missing = int(np.rint(gaps / usual).sum()) - len(gaps)
         raise DataError(
@@ -430,14 +503,15 @@ def _malformed() -> tuple[type[Exception], ...]:
 # writing
 
 
-def _segmentation(values: NDArray[Any], series: Series, classes: Sequence[str]) -> bytes:
+def _segmentation(values: NDArray[Any], series: Series, classes: Sequence[str], anonymous: Anonymous | None) -> bytes:
     uid = _library("pydicom.uid").generate_uid
     planes = values.T if values.ndim == 3 else values[None]  # (slices, rows, columns)
-    source = str(series.headers[0].SeriesInstanceUID)
-    images = [str(header.SOPInstanceUID) for header in series.headers]
+    headers = series.headers if anonymous is None else [_without_identity(h, anonymous) for h in series.headers]
+    source = str(headers[0].SeriesInstanceUID)
+    images = [str(header.SOPInstanceUID) for header in headers]
     content = [*images, *classes, hashlib.sha256(planes.tobytes()).hexdigest(), str(series.modified), __version__]
     found = _library("highdicom").seg.Segmentation(
-        source_images=series.headers,
+        source_images=headers,
         pixel_array=planes,
         segmentation_type="BINARY",
         segment_descriptions=[_segment(number, name) for number, name in enumerate(classes) if number],
@@ -454,9 +528,28 @@ def _segmentation(values: NDArray[Any], series: Series, classes: Sequence[str]) 
         content_description="Segmentation by a network adapted at test time",
         specific_character_set="ISO_IR 192",  # UTF-8: names of classes
     )
-    _without_chance(found, uid(entropy_srcs=[*content, "dimensions"]), datetime.fromtimestamp(series.modified))
+    moment = datetime.fromtimestamp(series.modified) if anonymous is None else _NO_DATE
+    _without_chance(found, uid(entropy_srcs=[*content, "dimensions"]), moment)
     found.save_as(stream := io.BytesIO())
     return stream.getvalue()
+
+
+def _without_identity(header: Any, anonymous: Anonymous) -> Any:
+    """A header with the pseudonym and what places and describes the pixels; everything else is left out."""
+    kept = _library("pydicom").Dataset()
+    kept.file_meta = header.file_meta
+    for name in _PLACING:
+        if name in header:
+            setattr(kept, name, header[name].value)
+    for name in _COPIED:
+        setattr(kept, name, header.get(name) if name in _PLACING else None)
+    kept.PatientName = kept.PatientID = anonymous.pseudonym
+    if anonymous.uids == "new":
+        make = _library("pydicom.uid").generate_uid
+        for name in ("StudyInstanceUID", "SeriesInstanceUID", "SOPInstanceUID", "FrameOfReferenceUID"):
+            if name in kept:
+                setattr(kept, name, make(entropy_srcs=["uid", anonymous.secret, str(kept[name].value)]))
+    return kept
 
 
 @contextmanager

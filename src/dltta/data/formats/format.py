@@ -107,6 +107,19 @@ class Completeness(Protocol):
         ...
 
 
+@runtime_checkable
+class Identity(Protocol):
+    """What a format may add: what in its files names a patient, and how a mask is written without it."""
+
+    def identifying(self, path: Path) -> tuple[str, ...]:
+        """Names of the fields that hold text or dates about the patient, the place or the time; never their values."""
+        ...
+
+    def without_identity(self, like: Geometry) -> Geometry:
+        """The same grid, with nothing in its header that would name a patient in a mask written like it."""
+        ...
+
+
 _registered: list[Format] = []
 
 

@@ -23,7 +23,7 @@ from nibabel.affines import apply_affine
 from numpy.typing import ArrayLike, NDArray
 from PIL import Image as Pillow
 
-from dltta.data.formats.format import MALFORMED, Format, Geometry, Image, ending, endings, format_of, register
+from dltta.data.formats.format import MALFORMED, Format, Geometry, Identity, Image, ending, endings, format_of, register
 from dltta.errors import DataError
 from dltta.files import open_atomically
 
@@ -47,7 +47,7 @@ def read_geometry(path: Path | str) -> Geometry:
     """Size, spacing and orientation of an image file, from its header alone."""
     path = Path(path)
     format = format_of(path)
-    with _reading(path, format):
+    with reading(path, format):
         return format.read_geometry(path)
 
 
@@ -55,7 +55,7 @@ def read_image(path: Path | str) -> Image:
     """An image file as float32 (C, *spatial); integers of up to 16 bits arrive exactly."""
     path = Path(path)
     format = format_of(path)
-    with _reading(path, format):
+    with reading(path, format):
         geometry = format.read_geometry(path)
         stored = format.read_pixels(path)
         _real(path, stored)
@@ -78,7 +78,7 @@ def read_mask(path: Path | str) -> NDArray[np.int64]:
     """A label file as int64 (*spatial), one class value per position."""
     path = Path(path)
     format = format_of(path)
-    with _reading(path, format):
+    with reading(path, format):
         stored = format.read_classes(path)
         _real(path, stored)
     if stored.dtype.kind == "f" and not (np.isfinite(stored).all() and (stored == np.rint(stored)).all()):
@@ -99,7 +99,9 @@ def read_channels(files: Sequence[Path]) -> Image:
         if found is not None:
             raise DataError(f"{file}: {found} in {files[0].name}; channels of a case must lie on each other")
     array = np.concatenate([image.array for image in images])
-    return Image(array, replace(images[0].geometry, channels=len(array)))
+    limits = {image.geometry.limit for image in images}
+    limit = limits.pop() if len(limits) == 1 else None  # of channels with different depths
+    return Image(array, replace(images[0].geometry, channels=len(array), limit=limit))
 
 
 def write_mask(path: Path | str, labels: ArrayLike, like: Geometry) -> None:
@@ -143,6 +145,16 @@ def writing(path: Path) -> Iterator[BinaryIO]:
         ) from error
 
 
+def without_identity(path: Path, like: Geometry) -> Geometry:
+    """The same grid, with nothing that would name a patient in a mask written like it."""
+    format = format_of(path)
+    if isinstance(format, Identity):
+        return format.without_identity(like)
+    if like.header is not None:
+        raise DataError(f"{path}: {format.name} cannot be written without what names a patient; convert the images")
+    return like
+
+
 def difference(image: Geometry, mask: Geometry) -> str | None:
     """How a mask's place differs from its image's, in words, or None when each position lies on its counterpart.
 
@@ -167,7 +179,7 @@ def _mm(geometry: Geometry) -> str:
 
 
 @contextmanager
-def _reading(path: Path, format: Format) -> Iterator[None]:
+def reading(path: Path, format: Format) -> Iterator[None]:
     """Turns whatever a malformed file makes the libraries raise into one sentence."""
     try:
         yield

@@ -3,6 +3,7 @@
 import gzip
 import math
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,6 +19,7 @@ from dltta.errors import DataError
 
 _DEFLATE_RATIO = 1032  # at most so many bytes come from one compressed byte
 _BLOCK = 1 << 20
+_TEXTS = ("descrip", "aux_file", "db_name", "intent_name", "data_type")  # free text; some are NIfTI-1's alone
 
 
 class NIfTI:
@@ -66,6 +68,22 @@ class NIfTI:
         if size < wanted:
             return False
         return True if zipped or not ends_in_zeros(path) else None
+
+    def identifying(self, path: Path) -> tuple[str, ...]:
+        header = _open(path).header
+        named = tuple(name for name in _texts(header) if bytes(header[name]).strip(b" \0"))
+        return (*named, *["extensions"] * bool(header.extensions))
+
+    def without_identity(self, like: Geometry) -> Geometry:
+        header = like.header.copy()
+        for name in _texts(header):
+            header[name] = b""
+        header.extensions = type(header.extensions)()  # `copy` shares them
+        return replace(like, header=header)
+
+
+def _texts(header: Any) -> list[str]:
+    return [name for name in _TEXTS if name in header]
 
 
 def _unzipped_size(path: Path) -> int | None:

@@ -3,8 +3,8 @@
 An alpha channel is dropped, colors as stored. A palette gives its RGB colors as an image and its indices as a mask.
 """
 
-import os
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -48,15 +48,32 @@ class PNG:
 
     def complete(self, path: Path) -> bool | None:
         """Whether the chunks lead to the last one, IEND."""
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            file.seek(len(_SIGNATURE))
-            while len(chunk := file.read(8)) == 8 and any(chunk):
-                length = int.from_bytes(chunk[:4], "big")
-                if chunk[4:] == b"IEND":
-                    return file.tell() + length + 4 <= size  # 4: the chunk's checksum
-                file.seek(length + 4, os.SEEK_CUR)
-        return False
+        return any(kind == b"IEND" for kind, _ in _chunks(path))
+
+    def identifying(self, path: Path) -> tuple[str, ...]:
+        return tuple(
+            f"{kind.decode()} {name.decode('latin-1')}".strip()
+            for kind, start in _chunks(path)
+            if kind in (b"tEXt", b"zTXt", b"iTXt", b"eXIf", b"tIME")
+            for name in [start.partition(b"\0")[0] if kind.endswith(b"Xt") else b""]
+        )
+
+    def without_identity(self, like: Geometry) -> Geometry:
+        return like
+
+
+def _chunks(path: Path) -> Iterator[tuple[bytes, bytes]]:
+    """Type and first 80 bytes of every chunk that is all there."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        file.seek(len(_SIGNATURE))
+        while len(head := file.read(8)) == 8 and any(head):
+            length = int.from_bytes(head[:4], "big")
+            after = file.tell() + length + 4  # the checksum
+            if after > size:
+                return
+            yield head[4:], file.read(min(length, 80))
+            file.seek(after)
 
 
 def _open(path: Path) -> Pillow.Image:

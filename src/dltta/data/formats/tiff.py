@@ -18,6 +18,21 @@ from dltta.errors import DataError
 # Our errors say what is wrong with a file; where nobody set up logging, tifffile would say it again on the terminal.
 logging.getLogger("tifffile").addHandler(logging.NullHandler())
 
+_IDENTIFYING = (
+    "DocumentName",
+    "ImageDescription",
+    "Make",
+    "Model",
+    "DateTime",
+    "Artist",
+    "HostComputer",
+    "XMP",
+    "IPTCNAA",
+    "Copyright",
+    "ExifTag",
+    "GPSTag",
+)
+
 
 class TIFF:
     """Tagged Image File Format, through tifffile."""
@@ -57,6 +72,13 @@ class TIFF:
         if max(b + n for b, n in zip(begin, length, strict=True)) > path.stat().st_size:
             return False
         return None if ends_in_zeros(path) else True
+
+    def identifying(self, path: Path) -> tuple[str, ...]:
+        with _open(path) as file:
+            return tuple(tag.name for tag in file.pages[0].tags if tag.name in _IDENTIFYING and tag.count)
+
+    def without_identity(self, like: Geometry) -> Geometry:
+        return like
 
 
 @contextmanager

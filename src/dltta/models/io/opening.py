@@ -221,7 +221,7 @@ def _preparation(
             require_classes(probability, classes)
             return _interpolated(probability, spatial)
 
-        return Prepared(preprocessing.image(torch.from_numpy(image.array)), restore)
+        return Prepared(preprocessing.image(torch.from_numpy(image.array), image.geometry.limit), restore)
 
     return prepare
 

@@ -106,7 +106,7 @@ def read_domains(
             f"{sites[0].site} {sites[0].task} of {sites[0].classes}"
         )
     pairs = read_pairs(cases, preprocessing)
-    images = [preprocessing.image(case.image) for case in unlabeled]
+    images = [preprocessing.image(case.image, case.limit) for case in unlabeled]
     if settings.patch is None:
         require_one_size(cases, pairs)
         require_one_size(unlabeled, [(image, torch.tensor(0)) for image in images])

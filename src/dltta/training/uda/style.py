@@ -104,7 +104,7 @@ class StyleTransfer:
     def _restyle(self, training: UDATraining, perception: Perception) -> Cases:
         """Every source case, each in the style of a target image; the labels stay."""
         cases, seed = gather(training.sites), training.settings.seed
-        images = [training.preprocessing.image(case.image) for case in cases]
+        images = [training.preprocessing.image(case.image, case.limit) for case in cases]
         targets = training.domains.target.images
         learner = Restyler(self.restyling, perception, images, targets, couples(len(images), len(targets), seed))
         rounds = min(ROUNDS, len(images))

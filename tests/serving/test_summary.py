@@ -1,0 +1,115 @@
+"""What a stream says at its start and at its end about the safety of its predictions."""
+
+import json
+
+import pytest
+import torch
+
+from dltta import Decision, Outcome, Reason
+from dltta.data.inbox import find_incoming
+from dltta.models.calibration import Calibration
+from dltta.predictor import Predictor
+from dltta.quality.guarded import GuardedStep
+from dltta.serving.folder import Stream
+from dltta.serving.summary import Summary
+from streams import lines, pictures, run, save_model, segmenter, settings, typed
+
+pytestmark = pytest.mark.usefixtures("no_power_cut")
+FAR = Decision(Outcome.KEPT, Reason.OOD_SCORE, "OOD score 9, limit 3")
+FINE = Decision(Outcome.ACCEPTED)
+
+
+@pytest.fixture
+def images(tmp_path):
+    return pictures(tmp_path / "in", 5)
+
+
+@pytest.fixture
+def decide(monkeypatch):
+    """Lets the guard decide what it is told, case after case."""
+
+    def script(*decisions):
+        left = iter(decisions)
+
+        def step(predictor, x, *, case):
+            return GuardedStep(torch.randn(1, 3, *x.shape[2:]), (), next(left))
+
+        monkeypatch.setattr(Predictor, "step", step)
+
+    return script
+
+
+def test_every_outcome_and_reason_is_counted(images, tmp_path, decide):
+    kept = Decision(Outcome.KEPT, Reason.CHANGE, "0.3 of the prediction changed")
+    source = Decision(Outcome.SOURCE, Reason.COLLAPSE, "one class")
+    decide(FINE, FAR, kept, source, FINE)
+    found = run(segmenter(), images, tmp_path / "out")
+    assert found.decisions == {"accepted": 2, "in-distribution": 0, "kept": 2, "rolled-back": 0, "source": 1}
+    assert found.reasons == {"ood-score": 1, "change": 1, "collapse": 1}
+    assert (found.to_review, found.exit_code, found.warnings) == (2, 0, [])
+
+
+def test_a_reason_that_only_chooses_between_plausible_models_is_not_to_review(images, tmp_path, decide):
+    quiet = (Reason.CHANGE, Reason.FLIP_CONSISTENCY, Reason.IN_DISTRIBUTION)
+    decide(*(Decision(Outcome.SOURCE, reason, "…") for reason in quiet), FINE, FINE)
+    assert run(segmenter(), images, tmp_path / "out").to_review == 0
+
+
+@pytest.mark.parametrize(("far", "code"), [(2, 0), (3, 3)])
+def test_more_than_half_far_out_of_distribution_is_a_warning_and_exit_code_3(images, tmp_path, decide, far, code):
+    decide(*[FAR] * far, *[FINE] * (5 - far))
+    found = run(segmenter(), images, tmp_path / "out")
+    assert found.exit_code == code
+    assert [warning.split(":")[0] for warning in found.warnings] == (
+        ["3 of 5 images are far out of distribution (ood-score)"] if code else []
+    )
+
+
+def test_a_resumed_stream_counts_from_its_beginning(images, tmp_path, decide):
+    cases = find_incoming(images)
+    decide(*[FAR] * 4, FINE)
+    assert run(segmenter(), cases[:4], tmp_path / "out").exit_code == 3
+    found = run(segmenter(), cases, tmp_path / "out", resume=True)
+    assert (found.predicted, found.decisions["kept"], found.exit_code) == (1, 4, 3)
+
+
+def test_far_out_of_distribution_counts_more_than_a_skipped_case():
+    found = Summary(failed=["a: cannot be read"])
+    assert found.exit_code == 1
+    found.conclude({Outcome.KEPT: 2}, {Reason.OOD_SCORE: 2})
+    assert found.exit_code == 3
+
+
+def test_without_a_guard_there_is_nothing_to_count(images, tmp_path):
+    found = run(segmenter(), images, tmp_path / "out", guard=False)
+    assert (found.decisions, found.reasons, found.to_review, found.exit_code) == ({}, {}, 0, 0)
+
+
+def test_a_model_without_calibration_is_announced_before_the_first_image(tmp_path):
+    (notice,) = Stream(segmenter(), tmp_path / "out").notices()
+    assert notice.startswith("no calibration: ")
+    assert notice.endswith("train it with `dltta train`")
+    calibrated = segmenter(calibration=Calibration({}, {}, {"shares": [[0, 1]] * 3}))
+    assert Stream(calibrated, tmp_path / "out", settings()).notices() == []
+
+
+def test_the_log_says_whether_the_model_was_calibrated(images, tmp_path):
+    run(segmenter(), images, tmp_path / "out")
+    assert lines(tmp_path / "out")[0]["calibrated"] is False
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_command_tells_it(images, tmp_path, decide, monkeypatch, capsys, as_json):
+    decide(*[FAR] * 5)
+    save_model(tmp_path / "model")
+    arguments = ["adapt", "-m", tmp_path / "model", "-i", images, "-o", tmp_path / "out"]
+    code, out, err = typed(monkeypatch, capsys, *arguments, *(["--json"] if as_json else []))
+    assert code == 3
+    assert err.startswith("warning: no calibration: ")
+    if as_json:
+        told = json.loads(out)
+        assert (told["decisions"]["kept"], told["to_review"], len(told["notices"])) == (5, 5, 1)
+        assert "5 of 5 images are far out of distribution" in told["warnings"][0]
+    else:
+        assert "warning: 5 of 5 images are far out of distribution" in err
+        assert "decisions since the stream began: 5 kept; 5 to review (reason in stream.jsonl)" in out

@@ -1,0 +1,233 @@
+"""What a stream is run with: the paper's values and the recommended ones, by hand."""
+
+import ast
+import json
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+import dltta
+from dltta.config import build
+from dltta.errors import SettingError
+from dltta.recipes import Method, Recipe, Rule, paper, recipe_for, recommended, split_rate
+
+SOURCE = Path(dltta.__file__).parent
+
+
+def test_the_papers_values_for_segmentation_by_hand():
+    assert paper().resolved("segmentation", calibrated=True).as_json() == {
+        "method": "tent", "rate": "dynamic", "alpha": 1e-3, "statistics": "batch", "optimizer": "sgd", "steps": 1,
+        "mode": "continual", "batch_size": 1, "batches_kept": 20, "neighbors": 8, "ready": "full", "distance": "l2",
+        "pool": None, "prefill": False, "guard": False, "name": "paper",
+    }  # fmt: skip
+
+
+def test_the_papers_values_for_classification_by_hand():
+    found = paper("ttt", "fixed").resolved("classification", calibrated=False)
+    assert (found.method, found.rate, found.alpha) == ("ttt", "fixed", 3e-4)
+    assert (found.batch_size, found.batches_kept, found.neighbors) == (200, 4, 12)
+
+
+def test_the_recommended_recipe_by_hand():
+    assert recommended().resolved("segmentation", calibrated=True).as_json() == {
+        "method": "tent", "rate": "relative", "alpha": 1e-3, "statistics": "shrinkage", "optimizer": "sgd", "steps": 1,
+        "mode": "continual", "batch_size": 1, "batches_kept": 20, "neighbors": 8, "ready": "neighbors",
+        "distance": "l2", "pool": 8, "prefill": False, "guard": True, "name": "recommended",
+    }  # fmt: skip
+    assert recommended().resolved("segmentation", calibrated=False).statistics == "batch"
+
+
+def test_statistics_that_were_chosen_do_not_depend_on_the_calibration():
+    for calibrated in (True, False):
+        assert Recipe(statistics="blended").resolved("segmentation", calibrated=calibrated).statistics == "blended"
+
+
+def test_resolving_keeps_what_was_chosen_and_is_done_once():
+    chosen = Recipe(alpha=0.5, batch_size=3, batches_kept=7, neighbors=5, name="own")
+    found = chosen.resolved("classification", calibrated=True)
+    assert (found.alpha, found.batch_size, found.batches_kept, found.neighbors) == (0.5, 3, 7, 5)
+    assert found.resolved("segmentation", calibrated=False) == found
+
+
+@pytest.mark.parametrize(("batch_size", "kept"), [(200, 4), (16, 4), (3, 4), (2, 6), (1, 12)])
+def test_the_memory_holds_the_neighbors_however_small_the_batches(batch_size, kept):
+    found = Recipe(batch_size=batch_size).resolved("classification", calibrated=False)
+    assert found.batches_kept == kept
+    assert found.batches_kept * batch_size >= found.neighbors == 12
+    assert Recipe(batch_size=1, batches_kept=2).resolved("classification", calibrated=False).batches_kept == 2
+
+
+def test_methods_without_a_loss_have_no_rate():
+    for method in ("source", "ptbn", "uda-st", "cyclegan", "udas", "uda-swav"):
+        assert Recipe(method, "dynamic").rate == "none"
+    assert Recipe("tent").rate == "dynamic"
+
+
+def test_what_is_changed_is_nobodys_recipe_but_ones_own():
+    assert recommended().changed(alpha=None, steps=None) == recommended()
+    changed = paper().changed(alpha=0.1, steps=None)
+    assert (changed.alpha, changed.steps, changed.name) == (0.1, 1, "own")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"statistics": "shrunken"}, "statistics must be one of batch, shrinkage, blended, running, got 'shrunken'"),
+        ({"optimizer": "lars"}, "optimizer must be one of sgd, adam, got 'lars'"),
+        ({"mode": "shadow"}, "mode must be one of continual, image-specific, got 'shadow'"),
+        ({"ready": "now"}, "ready must be one of full, neighbors"),
+        ({"distance": "l1"}, "distance must be one of l2, cosine"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"neighbors": -1}, "neighbors must be at least 1"),
+        ({"pool": 0}, "pool must be at least 1"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(values, words):
+    with pytest.raises(SettingError, match=words):
+        Recipe(**values)
+
+
+# by name
+
+
+def test_a_method_by_name_is_the_papers_with_what_is_changed():
+    assert recipe_for("tent") == paper("tent")
+    assert recipe_for("atta", "fixed") == paper("atta", "fixed")
+    assert recipe_for("tent", "fixed:1e-2", steps=3, pool=None) == Recipe(
+        "tent", "fixed", alpha=1e-2, steps=3, name="own"
+    )
+    assert recipe_for("ptbn", "dynamic").rate == "none"
+    assert recipe_for("package.module:Class", "package.module:Rate").rate == "package.module:Rate"
+
+
+def test_recommended_by_name_takes_a_batch_size_and_nothing_else():
+    assert recipe_for("recommended") == recommended()
+    assert recipe_for("recommended", batch_size=4, pool=None) == replace(recommended(), batch_size=4)
+    with pytest.raises(SettingError, match="recommended chooses its own rate; name a method to set it"):
+        recipe_for("recommended", "fixed")
+    with pytest.raises(SettingError, match="recommended chooses its own batches-kept"):
+        recipe_for("recommended", batches_kept=3)
+
+
+def test_a_name_that_does_not_exist_is_answered_with_the_nearest():
+    with pytest.raises(SettingError, match="no method 'tnet'; did you mean 'tent'"):
+        recipe_for("tnet")
+    with pytest.raises(SettingError, match="no rate 'dynamc'; did you mean 'dynamic'"):
+        recipe_for("tent", "dynamc")
+    with pytest.raises(SettingError, match="did you mean 'recommended'"):
+        recipe_for("recomended")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("fixed", ("fixed", None)),
+        ("fixed:1e-2", ("fixed", 0.01)),
+        ("matched", ("matched", None)),
+        ("package.module:Class", ("package.module:Class", None)),
+        ("module:Class", ("module:Class", None)),
+        ("folder/file.py:Class", ("folder/file.py:Class", None)),
+    ],
+)
+def test_a_rate_may_carry_its_alpha(text, found):
+    assert split_rate(text) == found
+
+
+def test_an_alpha_that_is_no_number_is_refused():
+    with pytest.raises(SettingError, match="'fixed:fast' is not a rate; write a rule and its α, such as fixed:1e-2"):
+        split_rate("fixed:fast")
+    with pytest.raises(SettingError, match="no rate 'fixd'; did you mean 'fixed'"):
+        split_rate("fixd:1e-2")
+
+
+def test_a_recipe_from_a_file_has_enums_and_says_what_else_there_is():
+    found = build(Recipe, {"method": "tent", "statistics": "blended", "alpha": 1}, "[adaptation]")
+    assert found == Recipe("tent", statistics="blended", alpha=1)
+    assert found.as_json()["statistics"] == "blended"
+    for key, kinds in {"statistics": "batch, shrinkage, blended, running", "optimizer": "sgd, adam"}.items():
+        with pytest.raises(SettingError, match=rf"{key} in \[adaptation\] must be one of {kinds}, got 'best'"):
+            build(Recipe, {key: "best"}, "[adaptation]")
+    with pytest.raises(SettingError, match=r"no key in \[adaptation\] 'neighbours'; did you mean 'neighbors'"):
+        build(Recipe, {"neighbours": 3}, "[adaptation]")
+
+
+# what decides a stream
+
+
+def test_only_what_decides_the_outcome_is_compared():
+    assert Recipe("source", alpha=1, steps=3).deciding() == {"method": "source", "batch_size": None}
+    assert Recipe("udas", statistics="blended").deciding() == {"method": "udas", "batch_size": None}
+    assert Recipe("ptbn", alpha=1, neighbors=3).deciding() == Recipe("ptbn").deciding()
+    for other in (Recipe("ptbn", statistics="running"), Recipe("ptbn", mode="image-specific"), Recipe("source")):
+        assert other.deciding() != Recipe("ptbn").deciding()
+
+
+def test_the_memory_decides_nothing_with_a_fixed_rate():
+    memory = {"batches_kept": 3, "neighbors": 2, "ready": "neighbors", "distance": "cosine", "pool": 4, "prefill": True}
+    for key, value in memory.items():
+        assert Recipe("tent", "fixed", **{key: value}).deciding() == Recipe("tent", "fixed").deciding()
+        assert Recipe("tent", "dynamic", **{key: value}).deciding() != Recipe("tent", "dynamic").deciding()
+
+
+def test_everything_but_the_name_decides_a_dynamic_stream():
+    values = set(Recipe("tent", "dynamic").deciding())
+    assert values == {entry.name for entry in fields(Recipe)} - {"name"}
+    assert paper().deciding() == replace(paper(), name="own").deciding()
+
+
+def test_the_calibration_matters_where_something_is_measured_with_it():
+    assert recommended().calibration_matters
+    for recipe in (Recipe(rate="relative"), Recipe(guard=True), Recipe(statistics="shrinkage")):
+        assert recipe.calibration_matters
+        assert not replace(recipe, method="source").calibration_matters
+    assert not paper().calibration_matters
+
+
+# written once
+
+
+def test_nothing_heavy_is_imported_for_a_recipe():
+    code = "import sys, dltta.recipes; print([name for name in ('torch', 'monai', 'numpy') if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+DEFAULTS = {
+    "alpha": (1e-3, 3e-4), "batch_size": (200,), "batches_kept": (20, 4), "neighbors": (8, 12), "pool": (8,),
+    "guard": (True,), "ready": ("neighbors", "NEIGHBORS"), "statistics": ("shrinkage", "SHRINKAGE"),
+    "rate": ("relative", "RELATIVE"),
+}  # fmt: skip
+MAKERS = ("Recipe", "replace", "changed", "recipe_for", "paper", "dict")
+
+
+def repeated_defaults(code):
+    """Where a recipe is made or changed with one of the values that `recipes.py` gives."""
+    for node in ast.walk(ast.parse(code)):
+        named = []
+        if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", None)) in MAKERS:
+            named = [(key.arg, key.value) for key in node.keywords]
+        if isinstance(node, ast.Dict):
+            named = [(getattr(key, "value", None), value) for key, value in zip(node.keys, node.values, strict=True)]
+        for name, value in named:
+            found = getattr(value, "value", None) if isinstance(value, ast.Constant) else getattr(value, "attr", None)
+            if found in DEFAULTS.get(str(name), ()):
+                yield f"{name}={found}"
+
+
+def test_paper_and_recommended_are_written_once():
+    assert list(repeated_defaults("replace(recipe, guard=True)")) == ["guard=True"]
+    assert list(repeated_defaults("Recipe('tent', rate=Rule.RELATIVE, pool=8)")) == ["rate=RELATIVE", "pool=8"]
+    assert list(repeated_defaults("{'alpha': 1e-3, 'steps': 1}")) == ["alpha=0.001"]
+    assert set(repeated_defaults((SOURCE / "recipes.py").read_text())) >= {"alpha=0.001", "guard=True", "pool=8"}
+    others = [path for path in sorted(SOURCE.rglob("*.py")) if path.name != "recipes.py"]
+    found = {str(path.relative_to(SOURCE)): list(repeated_defaults(path.read_text())) for path in others}
+    assert {path: repeated for path, repeated in found.items() if repeated} == {}
+
+
+def test_a_recipe_survives_json():
+    for recipe in (paper(Method.ATTA, Rule.FIXED), recommended()):
+        assert Recipe(**json.loads(json.dumps(recipe.as_json()))) == recipe
