@@ -176,7 +176,7 @@ def test_a_rate_that_cannot_be_used_is_refused_in_one_line(spec, words):
 def test_a_module_that_lacks_what_it_imports_says_so(tmp_path, monkeypatch):
     (tmp_path / "unfinished.py").write_text("import nowhere_to_be_found\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="nowhere_to_be_found"):
+    with pytest.raises(SettingError, match="unfinished raised ModuleNotFoundError.*nowhere_to_be_found"):
         make_objective("unfinished:Method", segmenter())
 
 

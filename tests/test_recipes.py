@@ -20,7 +20,8 @@ SOURCE = Path(dltta.__file__).parent
 def test_the_papers_values_for_segmentation_by_hand():
     assert paper().resolved("segmentation", calibrated=True).as_json() == {
         "method": "tent", "rate": "dynamic", "alpha": 1e-3, "statistics": "batch", "optimizer": "sgd", "steps": 1,
-        "mode": "continual", "batch_size": 1, "batches_kept": 20, "neighbors": 8, "ready": "full", "distance": "l2",
+        "mode": "continual", "batch_size": 1, "batches_kept": 20, "neighbors": 8, "ready": "full",
+        "distance": "l2", "positions": "mean",
         "pool": None, "prefill": False, "guard": False, "name": "paper",
     }  # fmt: skip
 
@@ -35,7 +36,7 @@ def test_the_recommended_recipe_by_hand():
     assert recommended().resolved("segmentation", calibrated=True).as_json() == {
         "method": "tent", "rate": "relative", "alpha": 1e-3, "statistics": "shrinkage", "optimizer": "sgd", "steps": 1,
         "mode": "continual", "batch_size": 1, "batches_kept": 20, "neighbors": 8, "ready": "neighbors",
-        "distance": "l2", "pool": 8, "prefill": False, "guard": True, "name": "recommended",
+        "distance": "l2", "positions": "mean", "pool": 8, "prefill": False, "guard": True, "name": "recommended",
     }  # fmt: skip
     assert recommended().resolved("segmentation", calibrated=False).statistics == "batch"
 
@@ -80,6 +81,7 @@ def test_what_is_changed_is_nobodys_recipe_but_ones_own():
         ({"mode": "shadow"}, "mode must be one of continual, image-specific, got 'shadow'"),
         ({"ready": "now"}, "ready must be one of full, neighbors"),
         ({"distance": "l1"}, "distance must be one of l2, cosine"),
+        ({"positions": "max"}, "positions must be one of mean, sum"),
         ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"neighbors": -1}, "neighbors must be at least 1"),
@@ -167,7 +169,15 @@ def test_only_what_decides_the_outcome_is_compared():
 
 
 def test_the_memory_decides_nothing_with_a_fixed_rate():
-    memory = {"batches_kept": 3, "neighbors": 2, "ready": "neighbors", "distance": "cosine", "pool": 4, "prefill": True}
+    memory = {
+        "batches_kept": 3,
+        "neighbors": 2,
+        "ready": "neighbors",
+        "distance": "cosine",
+        "pool": 4,
+        "prefill": True,
+        "positions": "sum",
+    }
     for key, value in memory.items():
         assert Recipe("tent", "fixed", **{key: value}).deciding() == Recipe("tent", "fixed").deciding()
         assert Recipe("tent", "dynamic", **{key: value}).deciding() != Recipe("tent", "dynamic").deciding()

@@ -1,5 +1,8 @@
 """The contract checks accept what keeps the contract, also from outside the package, and refuse what breaks it."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -129,3 +132,17 @@ class Forgetful:
 def test_rates_that_break_the_contract_are_caught(rate, words):
     with pytest.raises(AssertionError, match=words):
         check_rate(rate)
+
+
+def test_what_the_docs_show_keeps_the_contract():
+    page = Path(__file__).parent.parent / "docs" / "methods.md"
+    shown = re.findall(r"```python\n(.*?)```", page.read_text().split("## Write your own")[1], re.DOTALL)
+    assert len(shown) == 3
+    scope = {"model": networks.trained(networks.Segmenter()), "x": X}
+    for code in shown:
+        exec(code, scope)
+    adapter = Adapter(scope["model"], scope["MeanTeacher"](), scope["GradientNorm"](0.5))
+    step = adapter.step(X)
+    with torch.no_grad():
+        assert torch.equal(step.logits, adapter.objective.teacher(X))
+    assert 0 < step.rate < 0.5

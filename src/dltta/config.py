@@ -1,4 +1,4 @@
-"""The boundary: names become objects here and nowhere else, and a misspelled one is answered with the right one."""
+"""The boundary: names become objects here and nowhere else; an error about a misspelled one says the right one."""
 
 import tomllib
 from collections.abc import Callable, Mapping

@@ -85,7 +85,7 @@ class MemoryBank:
         """The mean prediction of the nearest neighbors of each sample, (B, C, *positions) — Eq. (3).
 
         `shape` (C, *positions) is that of the prediction to compare with; the newest one's unless given. None is
-        answered while the bank is not ready: too few pairs altogether, or too few of this shape.
+        given while the bank is not ready: too few pairs altogether, or too few of this shape.
         """
         if self._keys is None or self._squares is None:
             return None

@@ -57,18 +57,18 @@ def _nearest_to_one(query: Tensor, parts: Iterable[Tensor], count: int) -> Tenso
 
 
 def _squared_distances(query: Tensor, keys: Tensor) -> Tensor:
-    answer = query.new_zeros(len(keys))
+    total = query.new_zeros(len(keys))
     for q, k in zip(query.split(PIECE[1]), keys.split(PIECE[1], dim=1), strict=True):
-        answer += (k - q).square_().sum(dim=1)
-    return answer
+        total += (k - q).square_().sum(dim=1)
+    return total
 
 
 def _products(queries: Tensor, keys: Tensor) -> Tensor:
     """Dot product of each query and key, (B, K), block by block; in place, so that autocast leaves it alone."""
-    answer = queries.new_zeros((len(queries), len(keys)))
+    products = queries.new_zeros((len(queries), len(keys)))
     for q, k in zip(queries.split(BLOCK, dim=1), keys.split(BLOCK, dim=1), strict=True):
-        answer.addmm_(q, k.to(q.dtype).T)
-    return answer
+        products.addmm_(q, k.to(q.dtype).T)
+    return products
 
 
 def _smallest(values: Tensor, count: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""3 objectives. No adaptation: the network exactly as it was trained."""
+"""3 objectives. No adaptation: the source model exactly."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Source:
-    """The source network with its stored normalization statistics; the row "W/o adaptation"."""
+    """The source model with its stored normalization statistics; the row "W/o adaptation"."""
 
     def prepare(self, model: nn.Module, /) -> None:
         """Nothing to prepare."""

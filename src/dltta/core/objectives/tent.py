@@ -14,7 +14,7 @@ from dltta.models.predictions import entropy
 class Tent:
     """Makes predictions confident by moving scale and shift of the normalization layers; test-batch statistics.
 
-    Works with batch, instance, group, layer and RMS normalization that is affine. Tent's authors answer from the pass
+    Works with batch, instance, group, layer and RMS normalization that is affine. Tent's authors predict from the pass
     before the update: `Adapter(…, predict="before")`; the DLTTA paper, and our default, from the pass after it.
     `statistics` other than the test batch's are in `dltta.models.statistics`.
     """
