@@ -2,6 +2,7 @@
 
 import os
 import stat
+from contextlib import nullcontext
 
 import pytest
 
@@ -11,6 +12,9 @@ from dltta.files import open_atomically
 from streams import classifier, left, lines, pictures, run, segmenter
 
 pytestmark = pytest.mark.usefixtures("no_power_cut")
+
+
+WORDS = "symbolic link, which is never followed|cannot be read"
 
 
 @pytest.fixture
@@ -37,10 +41,10 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(images, tmp_path, victim,
     place.parent.mkdir(parents=True, exist_ok=True)
     place.unlink(missing_ok=True)
     place.symlink_to(victim)
-    try:
+    replaced = name == "state/versions/000003.safetensors" or (name == "state/stream.json" and not resume)
+    with nullcontext() if replaced else pytest.raises(StateError, match=WORDS):
         run(segmenter(), cases, output, resume=resume)
-    except StateError as error:
-        assert "symbolic link" in str(error) or "was altered" in str(error) or "cannot be read" in str(error)
+    assert place.is_symlink() != replaced
     assert victim.read_bytes() == b"mine"
 
 
@@ -54,10 +58,8 @@ def test_a_link_in_the_place_of_a_prediction_is_replaced_or_refused(images, tmp_
         (output / name).unlink(missing_ok=True)
         (output / name).symlink_to(victim)
 
-    try:
+    with nullcontext() if make is segmenter else pytest.raises(StateError, match="symbolic link, which is never"):
         run(make(), cases, output, tick=plant, **given)
-    except StateError as error:
-        assert "it is a symbolic link, which is never followed" in str(error)
     assert victim.read_bytes() == b"mine"
     assert len(lines(output)) > 1
 

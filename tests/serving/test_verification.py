@@ -9,6 +9,7 @@ from dltta.data.inbox import find_incoming
 from dltta.errors import SettingError, StateError
 from dltta.serving.journal import Head, chain, render, write_head
 from dltta.serving.maintenance import roll_back
+from dltta.serving.state import StateFolder
 from dltta.serving.verification import verify
 from streams import classifier, left, lines, pictures, run, segmenter, typed
 
@@ -194,6 +195,20 @@ def test_a_running_stream_can_be_verified(tmp_path):
     more = pictures(tmp_path / "more", 25)
     run(segmenter(), more, tmp_path / "running", tick=lambda line: found.extend(verify(tmp_path / "running")))
     assert found == []
+
+
+def test_what_a_running_stream_is_about_to_log_is_not_foreign(tmp_path, images, monkeypatch):
+    """The prediction is on the disk, its line is not yet."""
+    output, put, found = tmp_path / "running", StateFolder.put, []
+
+    def looking(folder, packed):
+        if packed.number > 0:
+            found.append((len(list(output.glob("*.png"))), len(lines(output)) - 1, verify(output)))
+        put(folder, packed)
+
+    monkeypatch.setattr(StateFolder, "put", looking)
+    run(segmenter(), images, output)
+    assert found == [(number + 1, number, []) for number in range(5)]
 
 
 def test_verifying_changes_nothing(output):
