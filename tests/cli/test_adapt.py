@@ -59,7 +59,13 @@ pytestmark = pytest.mark.usefixtures("no_power_cut")
 
 @pytest.fixture
 def dltta(monkeypatch, capsys):
-    return lambda *arguments: typed(monkeypatch, capsys, *arguments)
+    """The command; the code of these tests needs no weights and says so."""
+
+    def run(*arguments):
+        own = any(".py:" in str(argument) for argument in arguments) and "--weights" not in arguments
+        return typed(monkeypatch, capsys, *arguments, *(["--untrained"] if own else []))
+
+    return run
 
 
 @pytest.fixture
@@ -78,6 +84,11 @@ def random(*shape, seed=0):
     return np.random.default_rng(seed).integers(1, 250, shape)
 
 
+def first(out):
+    """Line of what was printed: the counts of the run. The next one has those of the stream."""
+    return out.splitlines()[0]
+
+
 def above_mean(values):
     return values > values.astype(np.float64).mean()
 
@@ -89,6 +100,16 @@ def checkpoint(tmp_path):
     model = trained(architecture.build(seed=3))
     save_checkpoint(tmp_path / "model", Checkpoint(model, architecture, "segmentation", SEGMENTS, preprocessing))
     return tmp_path / "model"
+
+
+def test_code_without_weights_is_refused(code, folders, monkeypatch, capsys):
+    """Random weights would look like predictions."""
+    images, output = folders
+    Pillow.fromarray(random(8, 8).astype(np.uint8)).save(images / "a.png")
+    done, _, err = typed(monkeypatch, capsys, "adapt", "-m", code("grey"), "-i", images, "-o", output)
+    assert done == 2
+    assert "without weights would predict with random ones; add --weights FILE, or --untrained" in err
+    assert not output.exists()
 
 
 class TestFormats:
@@ -382,16 +403,16 @@ class TestErrors:
         make(images / name)
         given = ("adapt", "-m", code("grey"), "-i", images, "-o", output)
         done, out, err = dltta(*given)
-        warning, bar, sentence = err.splitlines()
+        notice, bar, sentence = err.splitlines()
         assert (done, out) == (2, "")
-        assert warning.startswith("warning: no calibration: ")
+        assert notice.startswith("warning: no calibration: ")
         assert bar.startswith("adapt ")
         assert sentence.startswith("error: ")
         assert words in sentence
         assert name.split(".")[0] in sentence
         assert [line.get("case") for line in lines(output)] == [None, "a"]
         done, out, err = dltta(*given, "--resume", "--on-error", "skip")
-        assert (done, out.splitlines()[0]) == (1, f"{output}: 1 predicted, 1 had a prediction, 1 skipped")
+        assert (done, first(out)) == (1, f"{output}: 1 predicted, 1 had a prediction, 1 skipped")
         sentence = err.splitlines()[2]
         assert (sentence.startswith("skipped: "), err.count("\n")) == (True, 3)
         assert words in sentence
@@ -634,12 +655,12 @@ def hooked(): return Hooked(2, 1, True)
         (tmp_path / "when_202.py").write_text(f"Path({str(images / 'STOP')!r}).touch()")
         given = ("adapt", "-m", hooked, "-i", images, "-o", output, "--watch")
         done, out, err = dltta(*given)
-        assert (done, out.splitlines()[0]) == (0, f"{output}: 2 predicted"), err
+        assert (done, first(out)) == (0, f"{output}: 2 predicted"), err
         before = told(output)
         (images / "STOP").unlink()
         (images / "case_201.png").write_bytes(b"not looked at")
         done, out, _ = dltta(*given, "--idle", "0.1", "--resume")
-        assert (done, out.splitlines()[0]) == (0, f"{output}: 0 predicted")
+        assert (done, first(out)) == (0, f"{output}: 0 predicted")
         assert told(output) == before
 
     def test_ctrl_c_keeps_what_was_predicted(self, dltta, hooked, folders, tmp_path):
@@ -657,4 +678,4 @@ def hooked(): return Hooked(2, 1, True)
         assert [line["case"] for line in lines(output) if "prediction" in line] == ["case_201", "case_202"]
         (tmp_path / "when_203.py").unlink()
         done, out, _ = dltta("adapt", "-m", hooked, "-i", images, "-o", output, "--resume")
-        assert (done, out.splitlines()[0]) == (0, f"{output}: 1 predicted, 2 had a prediction")
+        assert (done, first(out)) == (0, f"{output}: 1 predicted, 2 had a prediction")

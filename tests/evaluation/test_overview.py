@@ -66,7 +66,7 @@ def test_a_checkpoint_with_all_parts_works_with_every_method():
 
 
 def test_what_is_missing_is_said_in_words(tmp_path):
-    seen = overview(open_model(own_code(tmp_path, "nn.Conv2d(1, 2, 1)")))
+    seen = overview(open_model(own_code(tmp_path, "nn.Conv2d(1, 2, 1)"), untrained=True))
     assert seen.network.feature_layer is None
     found = checks(seen)
     assert [method for method, check in found.items() if check.works] == ["source"]
@@ -78,7 +78,7 @@ def test_what_is_missing_is_said_in_words(tmp_path):
 
 def test_what_only_a_step_shows_is_found(tmp_path):
     """One value per channel at the bottleneck has no statistics; the constructor cannot know."""
-    found = checks(overview(open_model(own_code(tmp_path, "Segmenter()")), (2, 2)))
+    found = checks(overview(open_model(own_code(tmp_path, "Segmenter()"), untrained=True), (2, 2)))
     assert not found["tent"].works
     assert re.search(r"an image of 2x2: layer 'bottleneck.1' gets a single value", found["tent"].reason)
 

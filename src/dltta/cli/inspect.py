@@ -34,7 +34,7 @@ def inspect(
     from dltta.evaluation.overview import overview
 
     chosen = split_size(size)
-    opened = own.source(model, size=chosen).open()
+    opened = own.source(model, size=chosen).open(predicting=False)
     with bars() as listener:
         seen = overview(opened, chosen, progress=listener.count("try methods"))
     if as_json:

@@ -164,6 +164,14 @@ class OwnModel:
             help="MONAI bundle: run the Python expressions in its configuration. Only for bundles you trust.",
         ),
     ] = False
+    untrained: Annotated[
+        bool,
+        typer.Option(
+            "--untrained",
+            metavar=FLAG,
+            help="Own code: accept it without --weights, because it loads them itself or random ones are meant.",
+        ),
+    ] = False
 
     def source(
         self, spec: str, *, size: tuple[int, ...] | None = None, patch: tuple[int, ...] | None = None
@@ -181,6 +189,7 @@ class OwnModel:
             channels=self.channels,
             patch=patch,
             run_expressions=self.run_expressions,
+            untrained=self.untrained,
         )
 
     def _preprocessing(self) -> "Preprocessing | None":

@@ -212,7 +212,7 @@ class TestAdapted:
 
     def test_code_has_no_bundle(self, tmp_path):
         (tmp_path / "own.py").write_text("from networks import Segmenter\ndef net(): return Segmenter()\n")
-        opened = open_model(f"{tmp_path / 'own.py'}:net")
+        opened = open_model(f"{tmp_path / 'own.py'}:net", untrained=True)
         assert isinstance(opened.model, Segmenter)
         with pytest.raises(SettingError, match="was built by code"):
             export_bundle(tmp_path / "bundle", opened)

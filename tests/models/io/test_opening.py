@@ -15,7 +15,7 @@ from dltta.data.preprocessing import Preprocessing, resize
 from dltta.errors import InputError, SettingError, StateError
 from dltta.models.calibration import Calibration
 from dltta.models.io.checkpoint import Checkpoint, Rotation, save_checkpoint
-from dltta.models.io.opening import Window, open_model
+from dltta.models.io.opening import ModelSource, Window, open_model
 from dltta.models.nets.architecture import Architecture
 from dltta.models.parts.rotation import RotationHead
 from networks import Classifier, Segmenter, trained
@@ -161,14 +161,17 @@ class TestFactory:
         assert (opened.kind, opened.name, opened.activation) == ("factory", "segmenter", "softmax")
 
     def test_a_file_of_ones_own(self, package):
-        opened = open_model(f"{package / 'my_networks.py'}:classifier", classes=("a", "b", "c"))
+        opened = open_model(f"{package / 'my_networks.py'}:classifier", classes=("a", "b", "c"), untrained=True)
         assert (opened.task, opened.in_channels, opened.classes) == ("classification", 3, ("a", "b", "c"))
         probability = torch.rand(3)
         assert torch.equal(opened.prepare(flat_image(3)).restore(probability), probability)
 
     def test_a_single_channel_is_a_sigmoid_of_two_classes(self, package):
         opened = open_model(
-            "my_networks:volumes", preprocessing=Preprocessing("zscore", size=(8, 8, 8)), patch=(4, 4, 4)
+            "my_networks:volumes",
+            preprocessing=Preprocessing("zscore", size=(8, 8, 8)),
+            patch=(4, 4, 4),
+            untrained=True,
         )
         assert (opened.activation, opened.spatial_dims, opened.in_channels) == ("sigmoid", 3, 2)
         assert opened.classes == ("background", "class_1")
@@ -180,11 +183,18 @@ class TestFactory:
 
     def test_the_prediction_is_the_likeliest_class_or_what_passes_the_threshold(self, package):
         probability = torch.tensor([[0.7, 0.4], [0.3, 0.6]])
-        single = open_model("my_networks:volumes")
+        single = open_model("my_networks:volumes", untrained=True)
         assert single.labels(probability).tolist() == [0, 1]
         assert replace(single, threshold=0.3).labels(probability).tolist() == [1, 1]
-        several = open_model("my_networks:segmenter")
+        several = open_model("my_networks:segmenter", untrained=True)
         assert several.labels(torch.tensor([[0.5, 0.2], [0.3, 0.3], [0.2, 0.5]])).tolist() == [0, 2]
+
+    def test_random_weights_predict_only_when_they_are_meant(self, package):
+        words = "without weights would predict with random ones; add --weights FILE, or --untrained"
+        with pytest.raises(SettingError, match=words):
+            open_model("my_networks:segmenter")
+        assert open_model("my_networks:segmenter", untrained=True).task == "segmentation"
+        assert ModelSource("my_networks:segmenter").open(predicting=False).task == "segmentation"
 
     @pytest.mark.parametrize("wrap", [lambda s: s, lambda s: {"state_dict": s}, lambda s: {"epoch": 3, "model": s}])
     @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module."])

@@ -37,7 +37,8 @@ class ModelSource:
     `spec` is a checkpoint folder, a MONAI bundle (folder or zip), or `package.module:function`. All else is only for
     networks that cannot tell it themselves: `weights` for code, `task` and `classes` for code and bundles,
     `preprocessing`, `size` (known to fit), `channels`, `patch` and `overlap` (sliding window) for code.
-    `run_expressions` lets a bundle run the Python that is written in its configuration.
+    `run_expressions` lets a bundle run the Python that is written in its configuration. `untrained` accepts code
+    without `weights`, which would otherwise predict with random ones unnoticed.
     """
 
     spec: str
@@ -50,6 +51,7 @@ class ModelSource:
     patch: tuple[int, ...] | None = None
     overlap: float | None = None
     run_expressions: bool = False
+    untrained: bool = False
 
     def __post_init__(self) -> None:
         if self.task not in (None, *get_args(Task)):
@@ -57,8 +59,8 @@ class ModelSource:
         if self.classes is not None and (len(self.classes) < 2 or len(set(self.classes)) < len(self.classes)):
             raise SettingError(f"classes are two or more different names, got {', '.join(self.classes) or 'none'}")
 
-    def open(self) -> OpenedModel:
-        """The network; whatever is wrong with it is one `DlttaError`."""
+    def open(self, *, predicting: bool = True) -> OpenedModel:
+        """The network; whatever is wrong with it is one `DlttaError`. Only to look at it, weights do not matter."""
         path = Path(self.spec)
         if (path / "model.json").is_file():
             return self._checkpoint(path)
@@ -67,7 +69,7 @@ class ModelSource:
         if path.exists() and is_bundle(path):
             return self._bundle(path)
         if is_factory(self.spec) and not path.exists():
-            return self._factory()
+            return self._factory(predicting=predicting)
         if path.is_file():
             raise SettingError(
                 f"{self.spec} holds weights at most, but no network; name the code that builds it: "
@@ -78,15 +80,14 @@ class ModelSource:
         )
 
     def _checkpoint(self, folder: Path) -> OpenedModel:
-        self._refuse(
-            "a checkpoint folder", "weights", "task", "classes", "preprocessing", "channels", "run_expressions"
-        )
+        described = ("weights", "task", "classes", "preprocessing", "channels")
+        self._refuse("a checkpoint folder", *described, "run_expressions", "untrained")
         return self._windowed(open_checkpoint(load_checkpoint(folder), folder.resolve().name))
 
     def _bundle(self, path: Path) -> OpenedModel:
         from dltta.models.io.bundle import open_bundle
 
-        self._refuse("a bundle", "preprocessing", "channels")
+        self._refuse("a bundle", "preprocessing", "channels", "untrained")
         opened = open_bundle(
             path,
             weights=self.weights,
@@ -97,7 +98,7 @@ class ModelSource:
         )
         return self._windowed(opened)
 
-    def _factory(self) -> OpenedModel:
+    def _factory(self, *, predicting: bool) -> OpenedModel:
         self._refuse("code", "run_expressions")
         model = call_factory(self.spec)
         if self.weights is not None:
@@ -124,6 +125,11 @@ class ModelSource:
             size=asked or seen.size,
         )
         opened = self._windowed(opened)
+        if predicting and self.weights is None and not self.untrained:
+            raise SettingError(
+                f"{self.spec} without weights would predict with random ones; add --weights FILE, or --untrained if "
+                "the code loads weights itself or random ones are meant"
+            )
         return replace(opened, fingerprint=_fingerprint(opened, preprocessing, type(model).__name__))
 
     def _windowed(self, opened: OpenedModel) -> OpenedModel:
@@ -161,10 +167,11 @@ def open_model(
     patch: tuple[int, ...] | None = None,
     overlap: float | None = None,
     run_expressions: bool = False,
+    untrained: bool = False,
 ) -> OpenedModel:
     """The network that `spec` names, ready to run; see `ModelSource` for what the rest means."""
     return ModelSource(
-        spec, weights, task, classes, preprocessing, size, channels, patch, overlap, run_expressions
+        spec, weights, task, classes, preprocessing, size, channels, patch, overlap, run_expressions, untrained
     ).open()
 
 
