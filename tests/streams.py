@@ -90,7 +90,7 @@ def told(output: Path) -> list[dict]:
 
 
 def left(output: Path) -> dict:
-    """All that a stream leaves: the log as `told`, the bytes of every other file but the anchor, which is a hash."""
+    """All that a stream leaves: the log as `told`, the bytes of every other file but the head, which is hashes."""
     files = (path for path in sorted(output.rglob("*")) if path.is_file() and path.name not in ("stream.jsonl", "head"))
     return {"log": told(output), **{str(path.relative_to(output)): path.read_bytes() for path in files}}
 

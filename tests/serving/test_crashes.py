@@ -13,7 +13,8 @@ import pytest
 from PIL import Image as Pillow
 
 from dltta.data.inbox import find_incoming
-from dltta.serving.maintenance import roll_back, verify
+from dltta.serving.maintenance import roll_back
+from dltta.serving.verification import verify
 from streams import child, classifier, left, lines, pictures, run, save_model, segmenter, start
 
 DEAD = 77
@@ -28,7 +29,7 @@ MORE = (*OPERATIONS, "unlink", "mkdir")
 def count_to(deadly, among=OPERATIONS):
     """Make this process end before its n-th operation on a file; lines of the log that are the n-th get half written.
 
-    The iterator counts the operations. Nothing can end a process in the middle of the few bytes of the anchor.
+    The iterator counts the operations. Nothing can end a process in the middle of the few bytes of the head.
     """
     count = iter(range(10**9))
 
@@ -47,7 +48,7 @@ def count_to(deadly, among=OPERATIONS):
     real = os.pwrite
 
     def half(handle, content, place):
-        if len(content) > 100:
+        if len(content) > 200:
             real(handle, content[: len(content) // 2], place)
 
     halves = {"pwrite": half}

@@ -668,15 +668,12 @@ class TestDisk:
 
     def test_a_table_on_a_full_disk(self, images, output, monkeypatch):
         run(classifier(), find_incoming(images)[:2], output, batch_size=2)
-        real = Path.open
 
-        def full(self, mode="r", *args, **kwargs):
-            if mode == "a":
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return real(self, mode, *args, **kwargs)
+        def full(path, flags):
+            raise OSError(errno.ENOSPC, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr(Path, "open", full)
+            patch.setattr("dltta.serving.index.open_in_place", full)
             with pytest.raises(StateError, match="predictions.csv: cannot be written"):
                 run(classifier(), images, output, batch_size=2, resume=True)
         run(classifier(), images, output, batch_size=2, resume=True)

@@ -1,15 +1,18 @@
 """The log: what it finds, what it survives."""
 
 import hashlib
+import hmac
 import json
 import os
 import resource
+import stat
+from pathlib import Path
 
 import pytest
 
-from dltta.errors import StateError
-from dltta.serving import journal
-from dltta.serving.journal import START, Journal, chain, render, walk
+from dltta.errors import SettingError, StateError
+from dltta.serving.journal import START, Head, Journal, chain, render, walk, write_head
+from dltta.serving.signing import Signer
 from streams import child
 
 
@@ -130,36 +133,142 @@ def test_a_line_chained_anew_does_not_follow(log):
     assert "before line 2 lines are missing or were moved" in broken(log)
 
 
-def test_an_empty_log_whose_anchor_knows_lines_is_found(log):
+def test_an_empty_log_whose_head_knows_lines_is_found(log):
     log.unlink()
     assert "lines at its end are missing" in broken(log)
 
 
-def test_a_missing_anchor_is_found(log):
+def test_a_missing_head_is_found(log):
     (log.parent / "head").unlink()
-    assert "the anchor that says where it ends is gone" in broken(log)
+    assert "the head that says where it ends is gone or was altered" in broken(log)
 
 
 @pytest.mark.parametrize("cut", range(1, 700, 31))
 def test_what_a_crash_left_of_a_group_is_written_over(tmp_path, cut):
-    """Lines count when their whole group is there; until then the anchor does not know them."""
+    """Lines count when their whole group is there; until then the head names both ends."""
     log = write(tmp_path, [{"case": "a"}])
     kept = log.read_bytes()
     book = Journal(log, tmp_path / "head")
     book.append([{"case": name} for name in "bcd"])
     whole = log.read_bytes()
     log.write_bytes(whole[: min(len(kept) + cut, len(whole) - 1)])
-    journal.write_anchor(tmp_path / "head", entries(log)[0]["hash"])
+    write_head(tmp_path / "head", Head(entries(log)[0]["hash"], book.last))
     again = Journal(log, tmp_path / "head")
     assert (again.size, [line.entry["case"] for line in again]) == (len(kept), ["a"])
     again.append([{"case": name} for name in "bcd"])
     assert log.read_bytes() == whole
 
 
-def test_a_group_that_the_anchor_does_not_know_yet_counts(log, tmp_path):
-    """Killed between the log and the anchor."""
-    journal.write_anchor(tmp_path / "head", entries(log)[2]["hash"])
+def test_a_group_that_was_announced_and_written_counts(log, tmp_path):
+    """Killed between the log and the head."""
+    write_head(tmp_path / "head", Head(entries(log)[2]["hash"], entries(log)[3]["hash"]))
     assert broken(log) is None
+
+
+def test_a_line_that_nobody_announced_is_found(log):
+    """Chained as it should be, but the head does not know it."""
+    forged = chain({"case": "forged", "of": 1}, entries(log)[-1]["hash"])
+    log.write_bytes(log.read_bytes() + render(forged))
+    assert "lines were added at its end" in broken(log)
+
+
+def test_the_head_is_on_the_disk_before_the_line_that_it_announces(log, monkeypatch):
+    """Else a power cut could leave a line that the head does not know."""
+    order = []
+    real, sync = os.pwrite, os.fsync
+
+    def name(handle):
+        return Path(f"/proc/self/fd/{handle}").readlink().name
+
+    monkeypatch.setattr(os, "pwrite", lambda handle, *args: (order.append(name(handle)), real(handle, *args))[1])
+    monkeypatch.setattr(os, "fsync", lambda handle: (order.append(f"{name(handle)} synced"), sync(handle))[1])
+    Journal(log, log.parent / "head").append([{"case": "e"}])
+    assert order == ["head", "head synced", "log", "log synced", "head"]
+
+
+def test_what_a_crash_left_behind_the_last_group_goes_when_the_stream_goes_on(log):
+    whole = log.read_bytes()
+    log.write_bytes(whole + b'{"case": "e", "ra')
+    Journal(log, log.parent / "head").mark()
+    assert log.read_bytes() == whole
+
+
+@pytest.mark.parametrize("name", ["log", "head"])
+def test_a_link_in_the_place_of_the_log_or_the_head_is_not_followed(log, tmp_path, name):
+    place, elsewhere = tmp_path / name, tmp_path / "elsewhere"
+    place.rename(elsewhere)
+    before = elsewhere.read_bytes()
+    place.symlink_to(elsewhere)
+    assert "it is a symbolic link, which is never followed" in broken(log)
+    with pytest.raises(OSError, match="never followed"):
+        write_head(place, Head(START, START))
+    assert elsewhere.read_bytes() == before
+
+
+def test_log_and_head_are_for_the_owner_alone(log):
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (log, log.parent / "head")] == [0o600, 0o600]
+
+
+class TestSigned:
+    KEY = Signer(b"k" * 32)
+
+    @pytest.fixture
+    def signed(self, tmp_path):
+        book = Journal(tmp_path / "log", tmp_path / "head", self.KEY)
+        book.append([{"case": "a"}])
+        book.append([{"case": "b"}, {"case": "c"}])
+        return tmp_path / "log"
+
+    def wrong(self, log, key=KEY):
+        with pytest.raises(StateError) as found:
+            Journal(log, log.parent / "head", key)
+        return str(found.value)
+
+    def test_it_opens_with_its_key_and_can_be_read_without(self, signed):
+        assert Journal(signed, signed.parent / "head", self.KEY).size == Journal(signed, signed.parent / "head").size
+        assert all(len(entry["signature"]) == 64 for entry in entries(signed))
+
+    def test_a_signature_is_over_the_line_with_the_hash_of_the_one_before(self, signed):
+        text = signed.read_bytes().splitlines(keepends=True)[1]
+        body, _, rest = text.rpartition(b', "signature": "')
+        assert b'"previous"' in body
+        assert hmac.new(b"k" * 32, body + b"}\n", hashlib.sha256).hexdigest().encode() == rest[:64]
+
+    def test_another_key_does_not_do(self, signed):
+        assert "head is not signed with this key" in self.wrong(signed, Signer(b"x" * 32))
+
+    def test_a_record_made_again_without_the_key_is_found(self, signed):
+        """Chained and with a head, but not signed, or signed with another key."""
+        for other in (None, Signer(b"x" * 32)):
+            last, texts = START, []
+            for entry in ({"case": "forged", "of": 1}, {"case": "b", "of": 1}):
+                chained = chain(entry, last, other)
+                texts, last = [*texts, render(chained)], chained["hash"]
+            signed.write_bytes(b"".join(texts))
+            write_head(signed.parent / "head", Head(last, last), self.KEY)
+            assert "line 1 is not signed with this key" in self.wrong(signed)
+            write_head(signed.parent / "head", Head(last, last), other)
+            assert "head is not signed with this key" in self.wrong(signed)
+
+    def test_lines_cut_off_with_the_head_made_again_are_found(self, signed):
+        first = signed.read_bytes().splitlines(keepends=True)[0]
+        signed.write_bytes(first)
+        last = json.loads(first)["hash"]
+        write_head(signed.parent / "head", Head(last, last))
+        assert "head is not signed with this key" in self.wrong(signed)
+
+    def test_a_key_is_long_enough_readable_and_kept_elsewhere(self, tmp_path):
+        path, output = tmp_path / "key", tmp_path / "out"
+        with pytest.raises(SettingError, match=r"the key cannot be read \(No such file"):
+            Signer.from_file(path, output)
+        path.write_bytes(b"short")
+        with pytest.raises(SettingError, match="holds a key of 5 bytes; make one of 32"):
+            Signer.from_file(path, output)
+        path.write_bytes(b"0123456789abcdef")
+        assert Signer.from_file(path, output) == Signer(b"0123456789abcdef")
+        assert "0123456789abcdef" not in repr(Signer.from_file(path, output))
+        with pytest.raises(SettingError, match="which it should protect; keep the key elsewhere"):
+            Signer.from_file(path, tmp_path)
 
 
 def test_a_full_disk_leaves_the_log_as_it_was(log):

@@ -1,6 +1,5 @@
 """Maintenance of a stream: versions, rollback, finding alterations, export."""
 
-import json
 import shutil
 
 import pytest
@@ -13,7 +12,8 @@ from dltta.errors import SettingError, StateError
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from dltta.models.io.opening import open_model
 from dltta.models.nets.architecture import Architecture
-from dltta.serving.maintenance import export, list_versions, predicted_names, roll_back, show_version, verify
+from dltta.serving.maintenance import export, list_versions, predicted_names, roll_back, show_version
+from dltta.serving.verification import verify
 from networks import Segmenter, trained
 from streams import SEGMENTS, classifier, left, lines, pictures, run, segmenter
 
@@ -134,62 +134,6 @@ class TestRollback:
             run(segmenter(), images, output, resume=True)
         roll_back(output, 4)
         assert run(segmenter(), images, output, resume=True).already_predicted == 5
-
-
-class TestVerify:
-    def test_nothing_is_wrong(self, output, table):
-        assert verify(output) == verify(table) == []
-
-    @pytest.mark.parametrize("kind", ["output", "table"])
-    def test_every_altered_file_is_found(self, request, kind):
-        """Everything but the lock, which holds nothing."""
-        folder = request.getfixturevalue(kind)
-        for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "lock"):
-            intact = path.read_bytes()
-            for change in (b"", intact[:-1] + bytes([intact[-1] ^ 1]), bytes([intact[0] ^ 1]) + intact[1:]):
-                path.write_bytes(change)
-                behind = path.name == "predictions.csv" and intact.startswith(change)  # a crash may leave it so
-                assert bool(verify(folder)) != behind, (path, change[:20])
-            path.unlink()
-            newest = 5 if kind == "output" else 3
-            forgotten = path.parent.name == "versions" and int(path.stem) != newest
-            if path.name == "stream.jsonl":
-                with pytest.raises(StateError, match="there is no stream.jsonl"):
-                    verify(folder)
-            else:
-                assert bool(verify(folder)) != forgotten, path
-            path.write_bytes(intact)
-        assert verify(folder) == []
-
-    def test_sentences_say_what_and_where(self, output):
-        (output / "case_1.png").write_bytes(b"other")
-        (output / "case_2_probabilities.npz").unlink()
-        assert verify(output) == [
-            f"{output / 'case_1.png'} was altered",
-            f"{output / 'case_2_probabilities.npz'} is missing",
-        ]
-        text = (output / "stream.jsonl").read_bytes().splitlines(keepends=True)
-        (output / "stream.jsonl").write_bytes(b"".join(text[:-1]))
-        assert verify(output)[-1] == f"{output / 'stream.jsonl'}: lines at its end are missing"
-        (output / "stream.jsonl").write_bytes(b"".join(text[:2] + text[3:]))
-        assert verify(output)[-1] == f"{output / 'stream.jsonl'}: before line 3 lines are missing or were moved"
-
-    def test_other_settings_are_found(self, output):
-        path = output / "state" / "stream.json"
-        found = json.loads(path.read_text())
-        path.write_text(json.dumps({**found, "recipe": {**found["recipe"], "method": "ptbn"}}))
-        assert verify(output) == [f"{path} was altered"]
-        path.write_text(json.dumps({key: value for key, value in found.items() if key != "recipe"}))
-        assert verify(output) == [f"{path} was altered"]
-        path.write_text("[]")
-        assert verify(output) == [f"{path} was altered: it holds no settings"]
-
-    def test_a_running_stream_can_be_verified(self, tmp_path, images):
-        """While lines are added and old versions forgotten."""
-        found = []
-        more = pictures(tmp_path / "more", 25)
-        run(segmenter(), more, tmp_path / "running", tick=lambda line: found.extend(verify(tmp_path / "running")))
-        assert found == []
 
 
 def checkpoint(folder, **parts):

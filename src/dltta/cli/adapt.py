@@ -225,6 +225,14 @@ class Writing:
             help="Name predictions and log lines by a hash of the image instead of its file name.",
         ),
     ] = False
+    sign: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="KEYFILE",
+            help="Sign every line of the log with the key in this file; dltta state verify --sign checks it.",
+            show_default="not signed",
+        ),
+    ] = None
 
 
 def adapt(
@@ -265,7 +273,12 @@ def adapt(
     opened = source.open()
     opened.model.to(require_device(device))
     settings = StreamSettings(
-        adapting.recipe(), adapting.deployment, arriving.on_error, writing.save_probabilities, writing.anonymize
+        adapting.recipe(),
+        adapting.deployment,
+        arriving.on_error,
+        writing.save_probabilities,
+        writing.anonymize,
+        writing.sign,
     )
     with Stream(opened, output, settings, resume=writing.resume) as stream, bars() as listener:
         _warn(stream.notices())

@@ -22,6 +22,10 @@ app = typer.Typer(
     epilog="Examples:\n\n```text\ndltta state list predictions\ndltta state rollback predictions --to 12\n```",
 )
 Output = Annotated[Path, typer.Argument(metavar="FOLDER", help="The output folder of dltta adapt.")]
+Sign = Annotated[
+    Path | None,
+    typer.Option(metavar="KEYFILE", help="The file with the key of a signed stream.", show_default="not signed"),
+]
 Version = Annotated[
     int | None, typer.Option(metavar="N", help="Which version, as `dltta state list` shows it.", show_default="latest")
 ]
@@ -114,7 +118,9 @@ def _words(value: Any) -> str:
 
 
 def rollback(
-    output: Output, version: Annotated[int, typer.Option("--to", metavar="N", help="The version to go back to.")]
+    output: Output,
+    version: Annotated[int, typer.Option("--to", metavar="N", help="The version to go back to.")],
+    sign: Sign = None,
 ) -> None:
     """Go back to an older version: the next image is adapted from there. The log keeps what happened.
 
@@ -123,18 +129,21 @@ def rollback(
     """
     from dltta.serving.maintenance import roll_back
 
-    typer.echo(f"{output}: version {roll_back(output, version)} is version {version} again")
+    typer.echo(f"{output}: version {roll_back(output, version, sign)} is version {version} again")
 
 
-def verify(output: Output, as_json: Json = False) -> None:
-    """Find altered, moved or missing lines of the log and altered predictions; exit code 1 if there are any.
+def verify(output: Output, sign: Sign = None, as_json: Json = False) -> None:
+    """Find everything that is not as dltta adapt wrote it: log, predictions, state, foreign files.
+
+    Exit code 1 if there is anything.
 
     Examples:
         dltta state verify predictions
+        dltta state verify predictions --sign key
     """
-    from dltta.serving.maintenance import verify as find_alterations
+    from dltta.serving.verification import verify as find_alterations
 
-    problems = find_alterations(output)
+    problems = find_alterations(output, sign)
     if as_json:
         typer.echo(json.dumps(problems))
     else:

@@ -32,6 +32,7 @@ from dltta.serving.journal import Fields, on_disk
 from dltta.serving.reading import Known, Reader, Unusable
 from dltta.serving.record import SCHEMA, STATE, Record
 from dltta.serving.settings import Deployment, OnError, StreamSettings
+from dltta.serving.signing import Signer
 from dltta.serving.state import Packed, StateFolder
 from dltta.serving.summary import Summary
 from dltta.serving.written import PredictionWriter
@@ -56,7 +57,7 @@ class Stream:
     def __init__(
         self, opened: OpenedModel, output: Path, settings: StreamSettings | None = None, *, resume: bool = False
     ) -> None:
-        self.opened, self.output, self.settings = opened, output, settings or StreamSettings()
+        self.opened, self.output, self.settings = opened, output.resolve(), settings or StreamSettings()
         self.recipe = _resolved(opened, self.settings)  # what really runs, and what the log records
         self.batch_size = self.recipe.batch_size or 1
         self.adapter = make_adapter(opened, self.recipe)
@@ -64,6 +65,7 @@ class Stream:
         source = Adapter(opened.model, Source(), layout="given") if shadowed else None
         self.predictor = Predictor(opened, self.adapter, source)
         self.folder = StateFolder(output / STATE)
+        self._signer = None if self.settings.sign is None else Signer.from_file(self.settings.sign, output)
         self._resume = resume
         self._ahead = False  # whether the adapter may have seen more than its latest version on disk
         self._keeping: Future[None] | None = None  # the batch that is on its way to the disk
@@ -75,7 +77,9 @@ class Stream:
             self.output.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             stack.enter_context(self.folder.locked())
-            self.record = Record(self.output, self.folder, self._description(), self.adapter, resume=self._resume)
+            self.record = Record(
+                self.output, self.folder, self._description(), self.adapter, self._signer, resume=self._resume
+            )
             self.naming, self.index = self.record.naming, self.record.index
             self._read = Reader(self.opened, self.output, self.index)
             self._writer = PredictionWriter(self.opened, self.output, self.naming, self.settings.save_probabilities)
@@ -208,6 +212,7 @@ class Stream:
 
     def _keep(self, batch: Sequence[Waiting], predictions: Sequence[Prediction], started: float) -> None:
         """Write the predictions, and begin to bring state, log and table to the disk."""
+        self.record.require_folder()
         done = list(zip(batch, predictions, strict=True))
         files = [self._writer.write(waiting.case, waiting.loaded, prediction) for waiting, prediction in done]
         packed = self.folder.pack(self.index.version + 1, self.adapter)
@@ -222,8 +227,7 @@ class Stream:
         if self.opened.task == "segmentation":
             with on_disk(self.output):
                 sync_folder(self.output)
-        self.folder.put(packed)
-        self.record.append(lines)
+        self.record.put(packed, lines)
         self._summary.predicted += len(lines)
         for line in lines:
             self._tick(line)
@@ -268,7 +272,7 @@ class Stream:
         self._summary.failed.append(sentence)
         line: Fields = {"case": name, "input": found, "error": type(error).__name__}
         line |= {"detail": self.naming.reason(error, case, name), "state": self.index.version}
-        self.index.fail(line)
+        self.record.fail(line)
         self._tick(line)
 
     def _description(self) -> Fields:
@@ -283,6 +287,7 @@ class Stream:
             "window": None if self.opened.window is None else asdict(self.opened.window),
             "deployment": self.settings.deployment,
             "anonymize": self.settings.anonymize,
+            "signed": self.settings.sign is not None,
             "recipe": self.recipe.as_json(),
         }
         plain: Fields = json.loads(json.dumps(chosen))

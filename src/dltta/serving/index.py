@@ -5,6 +5,7 @@ Memory holds the name, the hash and the place of the line of each case; all else
 
 import csv
 import io
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from dltta.files import write_atomically
+from dltta.errors import StateError
+from dltta.files import open_in_place, write_atomically
 from dltta.serving.journal import Fields, Journal, Line, on_disk
 
 
@@ -22,13 +24,17 @@ class StreamIndex:
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
         self.version, self.sha256 = 0, ""  # the current version of the state and the hash of its file
+        self.oldest = 0  # the oldest version that is kept
         self.decisions: Counter[str] = Counter()  # of the guard, by outcome
         self.reasons: Counter[str] = Counter()
         self._digests: dict[str, bytes] = {}  # by name
         self._places: dict[bytes, int] = {}  # by content: where the line of the first such case begins
         self._failures: set[tuple[str, ...]] = set()
-        for line in journal:
-            self._index(line)
+        for number, line in enumerate(journal, 1):
+            try:
+                self._index(line)
+            except (LookupError, ValueError, TypeError, AttributeError) as error:
+                raise StateError(f"{journal.path}: line {number} is not one that dltta adapt writes") from error
 
     def digest(self, name: str) -> str | None:
         """The content that was predicted under this name, ignoring upper and lower case."""
@@ -57,6 +63,7 @@ class StreamIndex:
         entry = line.entry
         if "state_sha256" in entry:
             self.version, self.sha256 = int(entry["state"]), str(entry["state_sha256"])
+            self.oldest = int(entry["oldest_state"])
         if entry.get("decision") is not None:
             self.decisions[entry["decision"]] += 1
         if entry.get("reason") is not None:
@@ -87,8 +94,10 @@ class PredictionTable:
             write_atomically(self.path, self.text(entries))
 
     def append(self, entries: Iterable[Mapping[str, Any]]) -> None:
-        with on_disk(self.path), self.path.open("a", encoding="utf-8", newline="") as file:
-            file.write(self._rows(map(_row, entries)))
+        with on_disk(self.path):
+            handle = open_in_place(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            with os.fdopen(handle, "a", encoding="utf-8", newline="") as file:
+                file.write(self._rows(map(_row, entries)))
 
     def _rows(self, rows: Iterable[Sequence[Any]]) -> str:
         text = io.StringIO()

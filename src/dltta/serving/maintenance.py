@@ -1,7 +1,6 @@
-"""Maintenance of a stream on disk: list its versions, roll back, export the adapted network, find alterations."""
+"""Maintenance of a stream on disk: list its versions, roll back, export the adapted network."""
 
 import copy
-import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,13 +13,11 @@ from dltta.files import write_atomically
 from dltta.models.io.bundle.export import export_bundle
 from dltta.models.io.checkpoint import save_checkpoint
 from dltta.models.io.opened import OpenedModel
-from dltta.serving.index import PredictionTable, StreamIndex
-from dltta.serving.journal import START, Fields, Journal, cut_off, on_disk, read_anchor, walk
-from dltta.serving.record import LOG, STATE, TABLE, require_schema
+from dltta.serving.index import StreamIndex
+from dltta.serving.journal import Fields, Journal, on_disk, walk
+from dltta.serving.record import LOG, STATE, require_schema
+from dltta.serving.signing import Signer
 from dltta.serving.state import StateFolder, Version
-from dltta.serving.written import FILES
-
-ADDED = ("event", "state", "state_sha256", "of", "previous", "hash")  # to the settings, in the first line
 
 
 @dataclass(frozen=True)
@@ -72,39 +69,34 @@ def show_version(output: Path, number: int | None = None) -> dict[str, Any]:
     }
 
 
-def roll_back(output: Path, number: int) -> int:
-    """Continue from an older version; the log keeps what happened since. Returns the number of the new version."""
-    _require_log(output)
+def roll_back(output: Path, number: int, key: Path | None = None) -> int:
+    """Continue from an older version; the log keeps what happened since. Returns the number of the new version.
+
+    A signed stream needs the file with its key.
+    """
+    require_log(output)
     folder = StateFolder(output / STATE)
+    signer = require_key(output, folder, key)
     with folder.locked():
-        record = StreamIndex(Journal(output / LOG, folder.anchor))
-        sha256 = _made(output)[_known(folder, number, record.version)]
-        new = record.version + 1
+        index = StreamIndex(Journal(output / LOG, folder.head_file, signer))
+        sha256 = _made(output)[_known(folder, number, index.version)]
+        new = index.version + 1
         folder.copy(number, sha256, new)
-        record.append([{"event": "rollback", "to": number, "state": new, "state_sha256": sha256}])
+        oldest = folder.oldest()
+        line = {"event": "rollback", "to": number, "state": new, "state_sha256": sha256, "oldest_state": oldest}
+        index.append([line])
+        folder.forget(oldest)
     return new
 
 
-def verify(output: Path) -> list[str]:
-    """One sentence for everything in a stream's folder that is not as `dltta adapt` wrote it."""
-    folder = StateFolder(output / STATE)
-    anchored = read_anchor(folder.anchor)  # before the log, which is written first
-    _require_log(output)
-    reached = anchored == START
-    problems: list[str] = []
-    made: dict[int, str] = {}  # version: hash of its file
-    try:
-        for line in _lines(output):
-            reached = reached or line["hash"] == anchored
-            made |= {line["state"]: line["state_sha256"]} if "state_sha256" in line else {}
-            problems += _files(output, line)
-    except StateError as error:
-        return [*problems, str(error)]
-    problems += [] if reached else [cut_off(output / LOG, anchored)]
-    begun = next(_lines(output), None)
-    if begun is None:
-        return problems
-    return [*problems, *_settings(folder, begun), *_versions(folder, made), *_table(output, begun)]
+def require_key(output: Path, folder: StateFolder, key: Path | None) -> Signer | None:
+    """What signs the lines of this stream; None if it is not signed."""
+    signed = folder.description().get("signed", False)
+    if signed and key is None:
+        raise SettingError(f"{output} is signed; give the file with its key: --sign KEYFILE")
+    if not signed and key is not None:
+        raise SettingError(f"{output} is not signed; leave --sign out")
+    return None if key is None else Signer.from_file(key, output)
 
 
 def export(output: Path, opened: OpenedModel, target: Path, *, number: int | None = None, bundle: bool = False) -> Path:
@@ -156,7 +148,7 @@ def _method(folder: StateFolder, begun: Mapping[str, Any]) -> str:
 
 def _entries(output: Path) -> Iterator[Fields]:
     """The lines of a stream, which must have some; raises at the first altered one."""
-    _require_log(output)
+    require_log(output)
     if next(_lines(output), None) is None:
         raise StateError(f"{output / LOG} is empty: no stream was begun here")
     yield from _lines(output)
@@ -166,7 +158,8 @@ def _lines(output: Path) -> Iterator[Fields]:
     return (line.entry for group in walk(output / LOG) for line in group)
 
 
-def _require_log(output: Path) -> None:
+def require_log(output: Path) -> None:
+    """Raise unless there is a log that this version can read."""
     if not (output / LOG).is_file():
         raise StateError(f"{output} is not the output of dltta adapt: there is no {LOG}; give the folder of its -o")
     try:
@@ -208,48 +201,3 @@ def _ranges(numbers: list[int]) -> str:
 
 def _event(line: Fields) -> str:
     return f"rollback to {line['to']}" if line["event"] == "rollback" else str(line["event"])
-
-
-def _settings(folder: StateFolder, begun: Fields) -> Iterator[str]:
-    """Settings that differ from those in the first line."""
-    try:
-        found = folder.description()
-    except StateError as error:
-        yield str(error)
-        return
-    found.pop("key", None)
-    if found != {key: value for key, value in begun.items() if key not in ADDED}:
-        yield f"{folder.folder / 'stream.json'} was altered"
-
-
-def _versions(folder: StateFolder, made: Mapping[int, str]) -> Iterator[str]:
-    """Versions that differ from those that the log names."""
-    newest = max(made, default=0)
-    for number in sorted({*folder.numbers(), newest} & made.keys()):
-        try:
-            folder.memory(folder.read(number, made[number]))
-        except StateError as error:
-            if number == newest or number in folder.numbers():  # else a running stream has just forgotten it
-                yield str(error)
-
-
-def _files(output: Path, line: Fields) -> Iterator[str]:
-    """Predictions that are missing or altered."""
-    for key, checksum in FILES:
-        if checksum in line:
-            file = output / line[key]
-            if not file.is_file():
-                yield f"{file} is missing"
-            elif hashlib.sha256(file.read_bytes()).hexdigest() != line[checksum]:
-                yield f"{file} was altered"
-
-
-def _table(output: Path, begun: Fields) -> Iterator[str]:
-    """A table that differs from the log; after a crash it may end earlier."""
-    if begun.get("task") != "classification":
-        return
-    table = PredictionTable(output / TABLE, begun["classes"])
-    if not table.path.is_file():
-        yield f"{table.path} is missing; resume the stream to write it again"
-    elif not table.text(_lines(output)).encode().startswith(table.path.read_bytes()):
-        yield f"{table.path} was altered; resume the stream to write it again"

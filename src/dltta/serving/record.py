@@ -16,11 +16,12 @@ from dltta.core.adapter import Adapter
 from dltta.data.formats import dicom
 from dltta.data.formats.format import endings
 from dltta.errors import SettingError, StateError
-from dltta.files import remove_parts
+from dltta.files import remove_parts, require_no_link
 from dltta.serving.index import PredictionTable, StreamIndex
-from dltta.serving.journal import Fields, Journal, on_disk, write_anchor
+from dltta.serving.journal import Fields, Journal, on_disk
 from dltta.serving.naming import Naming
-from dltta.serving.state import StateFolder
+from dltta.serving.signing import Signer
+from dltta.serving.state import Packed, StateFolder
 
 SCHEMA = 2  # of stream.jsonl and the state folder
 LOG, TABLE, STATE = "stream.jsonl", "predictions.csv", "state"
@@ -33,10 +34,17 @@ class Record:
     """
 
     def __init__(
-        self, output: Path, folder: StateFolder, description: Fields, adapter: Adapter, *, resume: bool
+        self,
+        output: Path,
+        folder: StateFolder,
+        description: Fields,
+        adapter: Adapter,
+        signer: Signer | None = None,
+        *,
+        resume: bool,
     ) -> None:
         self.output, self.folder, self.adapter = output, folder, adapter
-        journal = Journal(output / LOG, folder.anchor)
+        journal = Journal(output / LOG, folder.head_file, signer)
         if journal.size and not resume:
             raise SettingError(f"{output} already holds a stream; add --resume to continue it, or choose another")
         remove_parts(output)
@@ -52,27 +60,45 @@ class Record:
         self.table = None if classes is None else PredictionTable(output / TABLE, classes)
         if self.table is not None:
             self.table.rewrite(line.entry for line in journal)
-        with on_disk(folder.anchor):
-            write_anchor(folder.anchor, journal.head)
+        journal.mark()
         self.restore_adapter()
+        folder.forget(self.index.oldest)
 
     def restore_adapter(self) -> None:
         """Bring the adapter to the version that the log names last."""
         self.folder.load(self.index.version, self.index.sha256, self.adapter)
 
+    def put(self, packed: Packed, lines: Sequence[Mapping[str, Any]]) -> None:
+        """A version of the state and the lines of the batch that led to it; on return they count."""
+        self.require_folder()
+        self.folder.put(packed)
+        oldest = self.folder.oldest()
+        self.append([{**line, "oldest_state": oldest} for line in lines])
+        self.folder.forget(oldest)
+
     def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Lines of cases with a prediction; on return they count."""
+        self.require_folder()
         self.index.append(lines)
         if self.table is not None:
             self.table.append(lines)
+
+    def fail(self, line: Mapping[str, Any]) -> None:
+        """The line of a case that has no prediction."""
+        self.require_folder()
+        self.index.fail(line)
+
+    def require_folder(self) -> None:
+        """Raise if somebody put a symbolic link in the place of the output folder."""
+        with on_disk(self.output):
+            require_no_link(self.output)
 
     def _start(self, journal: Journal, description: Fields) -> None:
         _require_no_foreign_files(self.output)
         key = {"key": secrets.token_hex(16)} if description["anonymize"] else {}
         self.folder.describe({**description, **key})
-        with on_disk(self.folder.anchor):
-            write_anchor(self.folder.anchor, journal.head)
-        first = {"state": 0, "state_sha256": self.folder.save(0, self.adapter)}
+        journal.mark()
+        first = {"state": 0, "state_sha256": self.folder.save(0, self.adapter), "oldest_state": 0}
         journal.append([{"event": "start", **description, **first}])
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
 from dltta.recipes import Recipe, choice, recommended
 
@@ -25,7 +26,8 @@ class OnError(StrEnum):
 class StreamSettings:
     """How a stream is adapted and predicted; the defaults are those of `dltta adapt`.
 
-    `anonymize` puts the image's hash in the place of its name, in the log and in the predictions' file names.
+    `anonymize` puts the image's hash in the place of its name, in the log and in the predictions' file names. `sign` is
+    a file with a key that signs every line of the log.
     """
 
     recipe: Recipe = field(default_factory=recommended)
@@ -33,6 +35,7 @@ class StreamSettings:
     on_error: OnError = OnError.STOP
     save_probabilities: bool = False
     anonymize: bool = False
+    sign: Path | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "deployment", choice("deployment", self.deployment, Deployment))

@@ -2,7 +2,7 @@
 
 OUT/state/
   stream.json                 the model and the settings, which a resumed stream must share
-  head                        the anchor of the log (`journal.py`)
+  head                        where the log ends (`journal.py`)
   versions/000012.safetensors what moved, the optimizer and counters after version 12
   memory/000012.safetensors   the pairs that version 12 put into the memory
 A version is written before the line of the log that names it and its hash; a version that no line names does not count.
@@ -11,8 +11,9 @@ The same state gives the same bytes.
 
 import hashlib
 import json
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,15 @@ from torch import Tensor
 
 from dltta.core.adapter import Adapter
 from dltta.errors import StateError
-from dltta.files import remove_parts, sync_folder, write_atomically
+from dltta.files import (
+    PRIVATE,
+    PRIVATE_FOLDER,
+    make_folder,
+    open_in_place,
+    remove_parts,
+    sync_folder,
+    write_atomically,
+)
 from dltta.serving.journal import on_disk
 
 KEEP = 20  # versions that one can roll back to
@@ -68,7 +77,8 @@ class Packed:
 class StateFolder:
     """Versions of one stream; `save` after each batch, `load` to go on.
 
-    `pack` and `put` are the two halves of `save`: after `pack` the adapter may go on, while `put` waits for the disk.
+    `save` is `pack`, `put` and `forget`: after `pack` the adapter may go on, while `put` waits for the disk; `forget`
+    removes old versions once the log says which are kept.
     """
 
     def __init__(self, folder: Path, *, keep: int = KEEP, room: int = ROOM) -> None:
@@ -78,7 +88,7 @@ class StateFolder:
         self._needs: dict[int, tuple[int, ...]] = {}  # version: the files of pairs that it needs
 
     @property
-    def anchor(self) -> Path:
+    def head_file(self) -> Path:
         """Where the hash of the log's last line is kept."""
         return self.folder / "head"
 
@@ -88,9 +98,9 @@ class StateFolder:
         import fcntl  # not on every system, and nothing else needs it
 
         with on_disk(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            file = (self.folder / "lock").open("w")
-        with file as lock:
+            self._make_folders()
+            lock = open_in_place(self.folder / "lock", os.O_RDWR | os.O_CREAT, mode=PRIVATE)
+        try:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -100,6 +110,26 @@ class StateFolder:
             except OSError as error:
                 raise StateError(f"{self.folder}: cannot be locked ({error.strerror}); use a local disk") from error
             yield
+        finally:
+            os.close(lock)
+
+    def in_use(self) -> bool:
+        """Whether a process works on the stream at this moment; changes nothing."""
+        import fcntl
+
+        try:
+            lock = open_in_place(self.folder / "lock", os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        finally:
+            os.close(lock)
+        return False
 
     def clean(self) -> None:
         """Remove what killed processes left half written."""
@@ -110,6 +140,7 @@ class StateFolder:
         """Write version `number` and return its hash; the oldest go when there are too many or they take too much."""
         packed = self.pack(number, adapter)
         self.put(packed)
+        self.forget(self.oldest())
         return packed.sha256
 
     def pack(self, number: int, adapter: Adapter) -> Packed:
@@ -125,10 +156,10 @@ class StateFolder:
     def put(self, packed: Packed) -> None:
         """Write a packed version; on return it survives a power cut."""
         with on_disk(self.folder):
+            self._make_folders()
             if packed.new_pairs is not None:
-                write_atomically(self._memory(packed.number), packed.new_pairs)
+                write_atomically(self._memory(packed.number), packed.new_pairs, mode=PRIVATE)
             self._put(packed.number, packed.content)
-            self._forget()
 
     def load(self, number: int, sha256: str, adapter: Adapter) -> None:
         """Bring an adapter of the same network and settings to version `number`, and remove later versions."""
@@ -170,8 +201,8 @@ class StateFolder:
         """Write version `number` again as version `new`; both have the same hash."""
         self._pairs = self.read(number, sha256).pairs
         with on_disk(self.folder):
+            self._make_folders()
             self._put(new, _read(self._version(number), sha256))
-            self._forget()
 
     def size(self, number: int) -> int:
         """Bytes of a version, without the pairs of its memory."""
@@ -181,10 +212,18 @@ class StateFolder:
         """The versions on disk, oldest first."""
         return _numbers(self.folder / "versions")
 
+    def files(self, numbers: Iterable[int]) -> Iterator[Path]:
+        """The files of these versions that are on disk, and of the pairs that they need."""
+        for number in set(numbers) & set(self.numbers()):
+            yield self._version(number)
+            yield from (self._memory(pairs) for pairs in self._needed(number))
+
     def describe(self, settings: Mapping[str, Any]) -> None:
         """Write the settings that a resumed stream must share."""
         with on_disk(self.folder):
-            write_atomically(self.folder / "stream.json", json.dumps(settings, indent=1, sort_keys=True) + "\n")
+            self._make_folders()
+            text = json.dumps(settings, indent=1, sort_keys=True) + "\n"
+            write_atomically(self.folder / "stream.json", text, mode=PRIVATE)
 
     def description(self) -> dict[str, Any]:
         path = self.folder / "stream.json"
@@ -197,7 +236,7 @@ class StateFolder:
         return found
 
     def _put(self, number: int, content: bytes) -> None:
-        write_atomically(self._version(number), content)
+        write_atomically(self._version(number), content, mode=PRIVATE)
         for folder in self._folders():
             sync_folder(folder)
         self._needs[number] = tuple(pairs.number for pairs in self._pairs)
@@ -217,21 +256,30 @@ class StateFolder:
         self._pushed = memory["pushed"]
         return content
 
-    def _forget(self) -> None:
-        """Remove versions beyond the room, oldest first, and pairs that none of the others needs."""
+    def oldest(self) -> int:
+        """The oldest version that there is room for; those after it are kept too."""
         needed: set[int] = set()
-        room = self.room
+        room, oldest = self.room, 0
         for place, number in enumerate(reversed(self.numbers())):
             more = {pairs for pairs in self._needed(number) if pairs not in needed}
             room -= self.size(number) + sum(_size(self._memory(pairs)) for pairs in more)
-            if place < 2 or (place < self.keep and room >= 0):
-                needed |= more
-            else:
-                self._version(number).unlink()
-                self._needs.pop(number, None)
-        for number in _numbers(self.folder / "memory"):
-            if number not in needed:
-                self._memory(number).unlink()
+            if place >= 2 and (place >= self.keep or room < 0):
+                break
+            needed |= more
+            oldest = number
+        return oldest
+
+    def forget(self, oldest: int) -> None:
+        """Remove versions before `oldest`, and the pairs that none of the others needs."""
+        with on_disk(self.folder):
+            for number in self.numbers():
+                if number < oldest:
+                    self._version(number).unlink()
+                    self._needs.pop(number, None)
+            needed = {pairs for number in self.numbers() for pairs in self._needed(number)}
+            for number in _numbers(self.folder / "memory"):
+                if number not in needed:
+                    self._memory(number).unlink()
 
     def _needed(self, number: int) -> tuple[int, ...]:
         """The files of pairs that a version needs; none if it is damaged, because nobody can go back to it."""
@@ -242,6 +290,11 @@ class StateFolder:
             except (StateError, ValueError, LookupError, TypeError):
                 self._needs[number] = ()
         return self._needs[number]
+
+    def _make_folders(self) -> None:
+        """For the owner alone, and not behind symbolic links."""
+        for folder in (self.folder, self.folder / "versions", self.folder / "memory"):
+            make_folder(folder, mode=PRIVATE_FOLDER)
 
     def _folders(self) -> list[Path]:
         return [folder for folder in (self.folder / "versions", self.folder / "memory") if folder.is_dir()]

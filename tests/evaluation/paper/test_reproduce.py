@@ -239,8 +239,9 @@ def test_columns_of_our_own_and_derived_ones_stand_behind_the_papers():
 
 def test_a_run_that_diverged_is_said_to_have():
     place = Place("sum", "dice", ("B",), by_method=True)
-    found = compare(PAPER, {"One": place}, {"sum-other": small()}, "")
+    found = compare(PAPER, {"One": place}, {}, "", diverged={"sum-tent"})
     assert [row.cells[0].instead for row in found.rows] == ["–", "–", "diverged"]  # a fixed rate has no discrepancy
+    assert compare(PAPER, {"One": place}, {}, "").rows[2].cells[0].instead == "not run"
     assert found.rows[2].cells[0].published == Number(60.0, 1.0)
     there = compare(PAPER, {"One": place}, {"sum-tent": small()}, "")
     assert there.rows[2].cells[0].ours.mean == pytest.approx(62)

@@ -8,7 +8,7 @@ import io
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any
@@ -22,7 +22,7 @@ NOT_RUN = "not run"
 NOT_PRINTED = "–"
 DIVERGED = "diverged"  # a loss, gradient or prediction became infinite
 QUOTED = "§"  # behind numbers that the paper quotes from another one
-RATE = "rate"  # as a metric: the mean learning rate of the images with a discrepancy, x 1000
+RATE = "rate"  # as a metric: the mean learning rate, x 1000, of the images with a discrepancy where any has one
 
 
 @dataclass(frozen=True)
@@ -150,12 +150,13 @@ def compare(
     about: str,
     *,
     derived: Sequence[Derived] = (),
+    diverged: Collection[str] = (),
 ) -> Comparison:
     """The paper's table with our number beside each of its own; columns that it does not have are ours only.
 
-    A run that is not in `results` has diverged.
+    `diverged` are runs without results because numbers became infinite.
     """
-    rows = [_compared_row(published, row, places, results, derived) for row in published.rows]
+    rows = [_compared_row(published, row, places, results, derived, diverged) for row in published.rows]
     notes = [*_notes(published), *_quoted_notes(rows), _spread_note(rows), *_count_notes(results, places)]
     if (seeing := target_note(row.method for row in rows if any(cell.ours for cell in row.cells))) is not None:
         notes.append(seeing)
@@ -169,11 +170,10 @@ def _compared_row(
     places: Mapping[str, Place],
     results: Mapping[str, Results],
     derived: Sequence[Derived],
+    diverged: Collection[str],
 ) -> ComparisonRow:
     theirs = dict(zip(published.columns, row.values, strict=True))
-    cells = {
-        column: _cell(results, row.method, row.rate, place, theirs.get(column)) for column, place in places.items()
-    }
+    cells = {column: _cell(results, row, place, theirs.get(column), diverged) for column, place in places.items()}
     for column in derived:
         chosen = [cells[name] for name in column.columns]
         cells[column.title] = ComparisonCell(
@@ -183,13 +183,14 @@ def _compared_row(
 
 
 def _cell(
-    results: Mapping[str, Results], method: str, rate: str, place: Place, theirs: Number | None
+    results: Mapping[str, Results], row: PublishedRow, place: Place, theirs: Number | None, diverged: Collection[str]
 ) -> ComparisonCell:
-    if place.by_method and rate != "dynamic":
+    run = place.run_of(row.method)
+    if place.by_method and row.rate != "dynamic":
         return ComparisonCell(None, theirs, NOT_PRINTED)
-    if place.run_of(method) not in results:
-        return ComparisonCell(None, theirs, DIVERGED)
-    return ComparisonCell(_measured(results, method, rate, place), theirs)
+    if run not in results:
+        return ComparisonCell(None, theirs, DIVERGED if run in diverged else NOT_RUN)
+    return ComparisonCell(_measured(results, row.method, row.rate, place), theirs)
 
 
 def _derive(column: Derived, numbers: Sequence[Number | None]) -> Number | None:
@@ -259,7 +260,9 @@ def _measured(results: Mapping[str, Results], method: str, rate: str, place: Pla
 def _value(stream: StreamResult, metric: str) -> float:
     if metric != RATE:
         return stream.metrics.get(metric, math.nan)
-    return mean_defined(case.rate for case in stream.cases if case.rate is not None and case.discrepancy is not None)
+    rates = [(case.rate, case.discrepancy) for case in stream.cases if case.rate is not None]
+    compared = [rate for rate, discrepancy in rates if discrepancy is not None]
+    return mean_defined(compared or [rate for rate, _ in rates])
 
 
 def _is_at(stream: StreamResult, place: Place) -> bool:

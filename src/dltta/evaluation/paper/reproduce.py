@@ -354,9 +354,7 @@ def _initial_rates(base: Experiment, setup: Setup) -> Runs:
     places = {
         **{_written(alpha): _average(_alpha_run(alpha)) for alpha in RATES},
         f"{_written(RATES[0])}, sum over positions": at_sum,
-        f"mean rate x 1000 at {_written(RATES[0])}": replace(
-            _average(_alpha_run(RATES[0])), metric=RATE, rate="dynamic"
-        ),
+        f"mean rate x 1000 at {_written(RATES[0])}": replace(_average(_alpha_run(RATES[0])), metric=RATE),
         "mean rate x 1000, sum over positions": replace(at_sum, metric=RATE),
     }
     experiments = {_alpha_run(alpha): _with(base, alpha=alpha) for alpha in RATES} | summed
@@ -707,7 +705,8 @@ def write_reproduction(
 def make_table(name: str, setup: Setup, runs: Runs, results: Mapping[str, Results]) -> Comparison:
     """The table of one name, ours beside the published numbers."""
     published, said = Published.load(name), about(REPRODUCTIONS[name].bed, setup)
-    table = compare(published, runs.places, results, said, derived=runs.derived)
+    diverged = runs.may_diverge - results.keys()
+    table = compare(published, runs.places, results, said, derived=runs.derived, diverged=diverged)
     table = replace(table, notes=(*table.notes, *_reductions(runs)))
     return _with_cost(table, runs) if runs.cost else table
 
