@@ -15,7 +15,7 @@ from dltta import Adapter, MemoryBank, Proportional
 from dltta.models.nets.architecture import Architecture
 from dltta.objectives import Tent
 from dltta.training.examples import Examples, augmentation
-from dltta.training.fit import Journal, Plan, Ranks, learn, supervised
+from dltta.training.fit import Plan, Ranks, TrainingState, learn, supervised
 from dltta.training.source import TaskTraining
 from dltta.training.task import TaskLoss
 from measuring import PeakMemory, breakdown, interleaved, medians, ratio
@@ -242,7 +242,7 @@ def _plain_epoch(model: nn.Module, examples: Examples, batch: int) -> Callable[[
 
 def _our_epoch(model: nn.Module, examples: Examples, batch: int, folder: Path) -> Callable[[], object]:
     module = TaskTraining(model, TaskLoss("ce"), None)
-    journal = Journal(folder / "resume.pt", {}, resume=False)
+    journal = TrainingState(folder / "resume.pt", {}, resume=False)
 
     def epoch() -> None:
         plan, ranks = Plan("task", 1, batch, 1e-3, 0), Ranks()

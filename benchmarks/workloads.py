@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dltta.models.encoder import encode, shared_parameters
 from dltta.models.nets.architecture import Architecture
-from dltta.models.parts.autoencoders import DENSENET_LEVELS, UNET_LEVELS, AutoEncoders, Watch
+from dltta.models.parts.autoencoders import DENSENET_LEVELS, UNET_LEVELS, AutoEncoders, LevelOutputs
 from dltta.models.parts.rotation import RotationHead
 from dltta.objectives import ATTA, TTT
 
@@ -54,7 +54,7 @@ class Workload:
         channels: list[int] = []
         for layer in self.levels.adapted:
             probe.get_submodule(layer).register_forward_hook(lambda m, i, output: channels.append(output.shape[1]))
-        watch = Watch(self.levels)
+        watch = LevelOutputs(self.levels)
         watch.attach(probe)
         probe(self.images(1))
         shapes = {name: tuple(seen.shape[1:]) for name, seen in watch.take().items()}

@@ -28,13 +28,12 @@ from dltta.models.io.checkpoint import Checkpoint
 from dltta.models.io.factories import arguments, import_object, required_arguments
 from dltta.models.io.opened import OpenedModel
 from dltta.models.nets.architecture import BUILDERS, Architecture
-from dltta.models.normalization import BATCH_STATISTICS
-from dltta.models.normalization import Statistics as NormalizationStatistics
+from dltta.models.normalization import BATCH_STATISTICS, NormalizationStatistics
 from dltta.models.statistics import Blended, Running, Shrinkage
 from dltta.quality.guard import Guard, Limits, SourceGuard
 from dltta.quality.guarded import GuardedAdapter
 from dltta.recipes import Distance, Method, Optimizer, Positions, Ready, Recipe, Rule, Statistics
-from dltta.training.uda import Method as UDAMethod
+from dltta.training.uda import UDAMethod
 from dltta.training.uda.cyclegan import CycleGAN
 from dltta.training.uda.style import StyleTransfer
 from dltta.training.uda.swav import SwAV

@@ -13,7 +13,7 @@ from dltta.errors import SettingError
 from dltta.models.encoder import shared_parameters
 from dltta.models.fast import speed_up
 from dltta.models.nets.unet import unet
-from dltta.models.parts.autoencoders import UNET_LEVELS, AutoEncoders, Watch
+from dltta.models.parts.autoencoders import UNET_LEVELS, AutoEncoders, LevelOutputs
 from dltta.models.parts.rotation import RotationHead
 from dltta.objectives import ATTA, PTBN, TTT, Source, Tent
 from networks import stream, trained
@@ -177,7 +177,7 @@ def test_group_normalization_whose_input_needs_no_gradient_is_adapted_as_by_hand
 def test_what_an_objective_brings_along_is_sped_up_too():
     model = nets.BasicUNet(2, 1, 3, (4, 4, 8, 8, 16, 4), norm="batch").eval()
     x = torch.rand(1, 1, 32, 32)
-    probe, watch = copy.deepcopy(model).requires_grad_(False), Watch(UNET_LEVELS)
+    probe, watch = copy.deepcopy(model).requires_grad_(False), LevelOutputs(UNET_LEVELS)
     watch.attach(probe)
     probe(x)
     shapes = {name: tuple(seen.shape[1:]) for name, seen in watch.take().items()}

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 import methods
-from dltta.serving.maintenance import verify
+from dltta.serving.verification import verify
 from streams import child, classifier, left, lines, pictures, run, segmenter
 
 pytestmark = pytest.mark.usefixtures("no_power_cut")

@@ -72,7 +72,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Running:
+class RunOptions:
     """How it is run."""
 
     panel: ClassVar[str] = "How it is run"
@@ -96,7 +96,7 @@ class Running:
 
 def bench(
     compared: Compared,
-    running: Running,
+    running: RunOptions,
     config: Annotated[
         Path | None, typer.Argument(metavar="CONFIG", help="A TOML file, such as those in configs.")
     ] = None,

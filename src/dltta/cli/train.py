@@ -15,7 +15,7 @@ from dltta.errors import SettingError
 
 if TYPE_CHECKING:
     from dltta.training.fit import Row
-    from dltta.training.uda import Method
+    from dltta.training.uda import UDAMethod
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def train(
         _tell(checkpoint.record, folder, as_json)
 
 
-def _require_fitting(method: "Method | None", targets: bool, start: bool, auxiliaries: bool) -> None:
+def _require_fitting(method: "UDAMethod | None", targets: bool, start: bool, auxiliaries: bool) -> None:
     """Options that belong together are given together."""
     if method is None and (targets or start):
         raise SettingError("--target and --source-model are for methods that learn with target images; add --uda")
@@ -254,7 +254,7 @@ def _tell(record: Mapping[str, Any], folder: Path, as_json: bool) -> None:
         )
 
 
-def _method(name: str | None, settings: dict[str, Any]) -> "Method | None":
+def _method(name: str | None, settings: dict[str, Any]) -> "UDAMethod | None":
     from dltta.config import make_uda
 
     if name is None and settings:

@@ -43,7 +43,7 @@ def kept_statistics(model: nn.Module) -> Iterator[None]:
             layer._buffers = buffers
 
 
-class Statistics(Protocol):
+class NormalizationStatistics(Protocol):
     """Which mean and variance does a batch-normalization layer use at test time?"""
 
     def wrap(self, layer: _BatchNorm, name: str) -> nn.Module:
@@ -51,7 +51,7 @@ class Statistics(Protocol):
         ...
 
 
-def use_test_statistics(model: nn.Module, statistics: Statistics | None = None) -> None:
+def use_test_statistics(model: nn.Module, statistics: NormalizationStatistics | None = None) -> None:
     """Normalize with the statistics of the images at hand instead of those of the training set.
 
     Batch normalization takes mean and variance from the current batch, or as `statistics` says; instance normalization

@@ -70,7 +70,7 @@ class Plan:
     workers: int = 0
 
 
-class Journal:
+class TrainingState:
     """Where a training stands, on disk, so that it can stop at any moment; written after every epoch."""
 
     def __init__(self, path: Path, fingerprint: dict[str, Any], *, resume: bool) -> None:
@@ -195,7 +195,7 @@ def learn(
     learner: Learner,
     examples: Repeatable,
     plan: Plan,
-    journal: Journal,
+    journal: TrainingState,
     *,
     device: torch.device,
     ranks: Ranks,

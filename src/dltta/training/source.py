@@ -31,11 +31,11 @@ from dltta.models.io.checkpoint import (
 from dltta.models.io.fingerprint import fingerprint
 from dltta.models.nets.architecture import Architecture
 from dltta.models.normalization import kept_statistics
-from dltta.models.parts.autoencoders import DENSENET_LEVELS, UNET_LEVELS, AutoEncoders, Watch
+from dltta.models.parts.autoencoders import DENSENET_LEVELS, UNET_LEVELS, AutoEncoders, LevelOutputs
 from dltta.models.parts.rotation import TURNS, RotationHead, rotation_loss
 from dltta.training.calibration import MOST, calibrate
 from dltta.training.examples import Examples, Pair, augmentation, gather, read_pairs, require_one_size, split_by_group
-from dltta.training.fit import Journal, Plan, Ranks, Report, Row, learn, supervised
+from dltta.training.fit import Plan, Ranks, Report, Row, TrainingState, learn, supervised
 from dltta.training.pairs import COUNT, source_pairs
 from dltta.training.settings import LEARNING_RATES, TrainingSettings
 from dltta.training.task import TaskLoss, validation_score
@@ -74,7 +74,7 @@ class ReconstructionTraining(nn.Module):
     def __init__(self, model: nn.Module, parts: Reconstructions) -> None:
         super().__init__()
         self.model, self.autoencoders = model.requires_grad_(False), parts.autoencoders
-        self.watch = Watch(parts.levels)
+        self.watch = LevelOutputs(parts.levels)
         self.watch.attach(self.model)
 
     def forward(self, images: Tensor, labels: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
@@ -112,7 +112,7 @@ class SourceTraining:
         self.ranks = Ranks.join(self.device)
         if self.ranks.first:
             self.folder.mkdir(parents=True, exist_ok=True)
-        self.journal = Journal(self.folder / "resume.pt", self._fingerprint(), resume=self.resume)
+        self.journal = TrainingState(self.folder / "resume.pt", self._fingerprint(), resume=self.resume)
         source = self._train_network("task", self.folder)
         joint = self._train_network("ttt", self.folder / "ttt") if "ttt" in self.settings.with_ else None
         parts = self._train_autoencoders(source) if "atta" in self.settings.with_ else None
@@ -270,7 +270,7 @@ class SourceTraining:
         channels: list[int] = []
         for layer in levels.adapted:
             probe.get_submodule(layer).register_forward_hook(lambda m, i, output: channels.append(output.shape[1]))
-        watch = Watch(levels)
+        watch = LevelOutputs(levels)
         watch.attach(probe)
         with torch.enable_grad():
             probe(self._sample())

@@ -4,7 +4,7 @@ import torch
 import networks
 from dltta.errors import LayerNotFoundError
 from dltta.models.parts.adaptors import FeatureAdaptor, InputAdaptor
-from dltta.models.parts.autoencoders import AutoEncoders, Levels, Watch
+from dltta.models.parts.autoencoders import AutoEncoders, LevelOutputs, Levels
 
 LEVELS = Levels(watched=(("encoder", "bottleneck"),), adapted=("encoder",))
 
@@ -39,7 +39,7 @@ def test_error_is_the_mean_squared_difference_by_hand():
 def test_watch_takes_image_features_and_probabilities_of_one_pass_and_forgets_them():
     model = networks.Segmenter(kind="group")
     model.encoder.register_forward_hook(lambda m, i, o: None)
-    watch = Watch(Levels(watched=(("encoder",), ("encoder", "bottleneck")), adapted=()))
+    watch = LevelOutputs(Levels(watched=(("encoder",), ("encoder", "bottleneck")), adapted=()))
     watch.attach(model)
     x = torch.randn(2, 1, 8, 8)
     logits = model(x)

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from dltta.errors import SettingError
-from dltta.models.normalization import BATCH_STATISTICS, Statistics, use_test_statistics
+from dltta.models.normalization import BATCH_STATISTICS, NormalizationStatistics, use_test_statistics
 from dltta.models.parts.adaptors import FeatureAdaptor, InputAdaptor, insert_feature_adaptor, insert_input_adaptor
-from dltta.models.parts.autoencoders import AutoEncoders, Levels, Watch
+from dltta.models.parts.autoencoders import AutoEncoders, LevelOutputs, Levels
 
 
 class ATTA:
@@ -27,7 +27,7 @@ class ATTA:
         *,
         weights: Mapping[str, float] | None = None,
         orthogonality: float = 1.0,
-        statistics: Statistics = BATCH_STATISTICS,
+        statistics: NormalizationStatistics = BATCH_STATISTICS,
     ) -> None:
         unknown = set(weights or {}) - set(autoencoders.shapes)
         if unknown:
@@ -38,7 +38,7 @@ class ATTA:
         self.weights = dict(weights or {})
         self.orthogonality = orthogonality
         self.statistics = statistics
-        self._watch = Watch(levels)
+        self._watch = LevelOutputs(levels)
         self._adaptors: list[FeatureAdaptor] = []
 
     def prepare(self, model: nn.Module, /) -> Sequence[nn.Parameter]:

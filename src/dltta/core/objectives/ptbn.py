@@ -7,7 +7,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from dltta.errors import NothingToAdaptError
-from dltta.models.normalization import BATCH_STATISTICS, Statistics, normalization_layers, use_test_statistics
+from dltta.models.normalization import (
+    BATCH_STATISTICS,
+    NormalizationStatistics,
+    normalization_layers,
+    use_test_statistics,
+)
 
 
 @dataclass(frozen=True)
@@ -17,7 +22,7 @@ class PTBN:
     `statistics` other than the test batch's are in `dltta.models.statistics`.
     """
 
-    statistics: Statistics = BATCH_STATISTICS
+    statistics: NormalizationStatistics = BATCH_STATISTICS
 
     def prepare(self, model: nn.Module, /) -> None:
         tracking = [

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from dltta.errors import NothingToAdaptError
-from dltta.models.normalization import BATCH_STATISTICS, Statistics, affine_parameters, use_test_statistics
+from dltta.models.normalization import BATCH_STATISTICS, NormalizationStatistics, affine_parameters, use_test_statistics
 from dltta.models.predictions import entropy
 
 
@@ -19,7 +19,7 @@ class Tent:
     `statistics` other than the test batch's are in `dltta.models.statistics`.
     """
 
-    statistics: Statistics = BATCH_STATISTICS
+    statistics: NormalizationStatistics = BATCH_STATISTICS
 
     def prepare(self, model: nn.Module, /) -> Sequence[nn.Parameter]:
         parameters = affine_parameters(model)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dltta.errors import StateError
-from dltta.models.normalization import BATCH_STATISTICS, Statistics, use_test_statistics
+from dltta.models.normalization import BATCH_STATISTICS, NormalizationStatistics, use_test_statistics
 from dltta.models.parts.rotation import TURNS, RotationHead, rotation_loss
 
 
@@ -23,7 +23,7 @@ class TTT:
     head: RotationHead
     layer: str
     shared: tuple[str, ...]
-    statistics: Statistics = BATCH_STATISTICS
+    statistics: NormalizationStatistics = BATCH_STATISTICS
 
     def prepare(self, model: nn.Module, /) -> Sequence[nn.Parameter]:
         named = dict(model.named_parameters())

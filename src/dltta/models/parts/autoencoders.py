@@ -96,7 +96,7 @@ class AutoEncoders(nn.Module):
         return {name: F.mse_loss(part(seen[name]), seen[name]) for name, part in self.parts.items()}
 
 
-class Watch:
+class LevelOutputs:
     """Remembers, while gradients are recorded, the image, features and prediction of a network's last forward pass.
 
     Survives copying with the network it watches: `attach` puts hooks on a network and keeps no other reference to it.

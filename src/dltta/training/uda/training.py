@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
+from dltta.core.objectives.objective import Stateful
 from dltta.data.case import Dataset, Mapped, Task, without_label
 from dltta.data.preprocessing import Preprocessing
 from dltta.errors import SettingError
@@ -27,13 +28,13 @@ from dltta.models.io.checkpoint import Checkpoint, load_checkpoint, save_checkpo
 from dltta.models.io.fingerprint import fingerprint
 from dltta.models.nets.architecture import Architecture
 from dltta.training import SourceTraining, TrainingSettings
-from dltta.training.fit import Journal, Learner, Plan, Ranks, Repeatable, Report, Row, learn
+from dltta.training.fit import Learner, Plan, Ranks, Repeatable, Report, Row, TrainingState, learn
 from dltta.training.source import Log, finished, plain, require_fit
 from dltta.training.task import validation_score
 from dltta.training.uda.domains import Domains, read_domains
 
 
-class Method(Protocol):
+class UDAMethod(Protocol):
     """A way to learn from labeled source and unlabeled target images: a frozen dataclass of its settings."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -42,14 +43,6 @@ class Method(Protocol):
     def train(self, training: "UDATraining", /) -> Checkpoint:
         """The adapted model; what its record says is kept beside what the frame records."""
         ...
-
-
-class Stateful(Protocol):
-    """A module, an optimizer, a pool of images, a queue."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any], /) -> object: ...
 
 
 class Parts:
@@ -97,7 +90,7 @@ class UDATraining:
     target: validation is on source cases.
     """
 
-    method: Method
+    method: UDAMethod
     sites: Sequence[Dataset]
     targets: Sequence[Dataset]
     architecture: Architecture
@@ -185,7 +178,7 @@ class UDATraining:
 
         `score` is called after each epoch; with a network that already does the task it is `training.score(network)`.
         """
-        journal = Journal(self.folder / f"resume-{plan.stage}.pt", self.fingerprint, resume=self.resume)
+        journal = TrainingState(self.folder / f"resume-{plan.stage}.pt", self.fingerprint, resume=self.resume)
         before = journal.history[-1]["seconds"] if journal.history else 0.0
         started = time.perf_counter()
 
