@@ -679,3 +679,38 @@ def hooked(): return Hooked(2, 1, True)
         (tmp_path / "when_203.py").unlink()
         done, out, _ = dltta("adapt", "-m", hooked, "-i", images, "-o", output, "--resume")
         assert (done, first(out)) == (0, f"{output}: 1 predicted, 2 had a prediction")
+
+
+def test_what_was_ignored_is_counted_at_the_end_and_in_json(dltta, code, folders):
+    images, output = folders
+    pictures(images, 1)
+    (images / "notes.txt").write_text("x")
+    (images / "a.jpg").write_text("x")
+    (images / "b.jpg").write_text("x")
+    done, out, _ = dltta("adapt", "-m", code("grey"), "-i", images, "-o", output)
+    assert (done, out.splitlines()[-1]) == (0, "ignored: 2 .jpg, 1 .txt")
+    done, out, _ = dltta("adapt", "-m", code("grey"), "-i", images, "-o", output, "--resume", "--json")
+    assert (done, json.loads(out)["ignored"]) == (0, {".jpg": 2, ".txt": 1})
+
+
+def test_settle_is_for_a_watch(dltta, code, folders):
+    images, output = folders
+    pictures(images, 1)
+    given = ("adapt", "-m", code("grey"), "-i", images, "-o", output, "--settle", "1")
+    assert "add --watch" in dltta(*given)[2]
+    assert dltta(*given, "--watch", "--idle", "0.1")[0] == 0
+
+
+def test_an_anonymous_mask_tells_no_description(dltta, code, folders):
+    images, output = folders
+    images.mkdir(exist_ok=True)
+    named = nib.Nifti1Image(np.random.default_rng(0).integers(0, 200, (8, 12, 3)).astype(np.int16), np.eye(4))
+    named.header["descrip"] = b"Jane Doe"
+    named.header["db_name"] = b"Jane Doe"
+    nib.save(named, images / "jane.nii")
+    done, _, err = dltta("adapt", "-m", code("grey"), "-i", images, "-o", output, "--anonymize")
+    assert done == 0, err
+    assert "anonymize takes names" in err
+    (mask,) = output.glob("*.nii")
+    assert b"Jane" not in mask.read_bytes()
+    assert b"Jane" not in (output / "stream.jsonl").read_bytes()

@@ -24,6 +24,7 @@ from dltta.recipes import RECOMMENDED, Method, Mode, Optimizer, Recipe, Statisti
 from dltta.serving.settings import Deployment, OnError, StreamSettings
 
 if TYPE_CHECKING:
+    from dltta.data.inbox import Ignored
     from dltta.serving.summary import Summary
 
 
@@ -173,6 +174,15 @@ class Arriving:
             show_default="never",
         ),
     ] = None
+    settle: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="With --watch: how long nothing must change before a DICOM series, or a file whose format cannot tell "
+            "that it is complete, is taken.",
+            show_default="10",
+        ),
+    ] = None
     on_error: Annotated[
         OnError,
         typer.Option(
@@ -184,15 +194,18 @@ class Arriving:
     def __post_init__(self) -> None:
         if self.idle is not None and not self.watch:
             raise SettingError("--idle ends a watch; add --watch, or leave it out")
+        if self.settle is not None and not self.watch:
+            raise SettingError("--settle is how long a watch waits; add --watch, or leave it out")
 
     def cases(self, images: Path, seen: Collection[str]) -> Any:
         """Those that wait, or those that will arrive and are not in `seen`."""
         from dltta.data.inbox import find_incoming
-        from dltta.data.watch import watch_incoming
+        from dltta.data.watch import SETTLE, watch_incoming
 
         order: Any = self.order.value
         if self.watch:
-            return watch_incoming(images, order=order, idle=self.idle, seen=seen)
+            settle = SETTLE if self.settle is None else self.settle
+            return watch_incoming(images, order=order, idle=self.idle, seen=seen, settle=settle)
         return find_incoming(images, order=order)
 
 
@@ -283,14 +296,14 @@ def adapt(
     with Stream(opened, output, settings, resume=writing.resume) as stream, bars() as listener:
         _warn(stream.notices())
         summary = stream.run(cases, listener.cases(None if arriving.watch else len(cases)))
-    _tell(summary, output, as_json)
+    _tell(summary, output, as_json, cases.ignored)
     if summary.exit_code:
         raise typer.Exit(summary.exit_code)
 
 
-def _tell(summary: "Summary", output: Path, as_json: bool) -> None:
+def _tell(summary: "Summary", output: Path, as_json: bool, ignored: "Ignored") -> None:
     if as_json:
-        typer.echo(json.dumps({"output": str(output), **asdict(summary)}))
+        typer.echo(json.dumps({"output": str(output), **asdict(summary), "ignored": dict(ignored.kinds)}))
         return
     for sentence in summary.failed:
         typer.secho("skipped: ", fg="yellow", nl=False, err=True)
@@ -305,6 +318,8 @@ def _tell(summary: "Summary", output: Path, as_json: bool) -> None:
         decided = ", ".join(f"{count} {outcome}" for outcome, count in summary.decisions.items() if count)
         review = f"{summary.to_review} to review (reason in stream.jsonl)" if summary.to_review else "none to review"
         typer.echo(f"decisions since the stream began: {decided}; {review}")
+    if ignored:
+        typer.echo(str(ignored))
 
 
 def _warn(sentences: Iterable[str]) -> None:

@@ -26,13 +26,15 @@ from dltta.data.inbox import (
 from dltta.data.names import split_channel
 from dltta.errors import DataError
 
+SETTLE = 10.0  # seconds without a change
+
 
 def watch_incoming(
     path: Path | str,
     *,
     order: Order = "name",
     poll: float = 1.0,
-    settle: float = 10.0,
+    settle: float = SETTLE,
     stalled: float = 300.0,
     idle: float | None = None,
     seen: Collection[str] = (),

@@ -115,6 +115,11 @@ class Stream:
                 "no calibration: the model does not know what source images look like, so images far out of "
                 "distribution are not recognized; train it with `dltta train`"
             )
+        if self.settings.anonymize:
+            notices.append(
+                "anonymize takes names, dates and descriptions out of predictions and log; DICOM identifiers (UIDs) "
+                "stay, so that a segmentation finds its images; the images themselves are not changed"
+            )
         return notices
 
     # what was read

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dltta.data.formats.dicom import Anonymous
 from dltta.data.formats.format import ending, endings, format_of
 from dltta.data.inbox import Incoming
 from dltta.data.outputs import write_prediction, write_probabilities
@@ -42,12 +43,15 @@ class PredictionWriter:
                 "probabilities": shortest(prediction.probabilities.tolist()),
             }
         named = replace(case, name=self.naming.name(case, loaded.digest))
-        labels, files = self.opened.labels(prediction.probabilities), []
+        labels, files = self.opened.labels(prediction.probabilities).numpy(), []
+        anonymous = None if self.naming.key is None else Anonymous(named.name, secret=self.naming.key)
         try:
-            files.append(write_prediction(self.output, named, labels.numpy(), loaded.geometry, self.opened.classes))
+            files.append(
+                write_prediction(self.output, named, labels, loaded.geometry, self.opened.classes, anonymous=anonymous)
+            )
             if self.save_probabilities:
                 values = prediction.probabilities.numpy()
-                files.append(write_probabilities(self.output, named, values, loaded.geometry))
+                files.append(write_probabilities(self.output, named, values, loaded.geometry, anonymous=anonymous))
         except DataError as error:
             for file in files:
                 file.unlink()
