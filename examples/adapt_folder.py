@@ -19,8 +19,9 @@ from dltta.models.io.checkpoint import Checkpoint, save_checkpoint
 from dltta.models.io.opening import open_model
 from dltta.models.nets.architecture import Architecture
 from dltta.serving.folder import Stream
-from dltta.serving.maintenance import export, list_versions, roll_back, verify
+from dltta.serving.maintenance import export, list_versions, roll_back
 from dltta.serving.settings import Deployment, StreamSettings
+from dltta.serving.verification import verify
 from dltta.training import SourceTraining, TrainingSettings
 
 CASES = 9  # the discrepancy needs eight before it
