@@ -714,3 +714,13 @@ def test_an_anonymous_mask_tells_no_description(dltta, code, folders):
     (mask,) = output.glob("*.nii")
     assert b"Jane" not in mask.read_bytes()
     assert b"Jane" not in (output / "stream.jsonl").read_bytes()
+
+
+def test_a_bad_file_does_not_end_a_watch(dltta, code, folders):
+    images, output = folders
+    pictures(images, 2)
+    Pillow.new("RGB", (12, 8)).save(images / "case_00.png")  # the model takes one channel
+    given = ("adapt", "-m", code("grey"), "-i", images, "-o", output)
+    done, out, _ = dltta(*given, "--watch", "--idle", "0.1", "--settle", "0.1")
+    assert (done, first(out)) == (1, f"{output}: 2 predicted, 1 skipped")
+    assert dltta(*given, "--resume", "--watch", "--idle", "0.1", "--settle", "0.1", "--on-error", "stop")[0] == 2

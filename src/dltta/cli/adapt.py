@@ -184,18 +184,23 @@ class Arriving:
         ),
     ] = None
     on_error: Annotated[
-        OnError,
+        OnError | None,
         typer.Option(
             metavar="WHAT",
             help="A case that cannot be used: stop there, or skip it and go on (exit code 1 at the end).",
+            show_default="stop; with --watch skip, so that one bad file does not end the watch",
         ),
-    ] = OnError.STOP
+    ] = None
 
     def __post_init__(self) -> None:
         if self.idle is not None and not self.watch:
             raise SettingError("--idle ends a watch; add --watch, or leave it out")
         if self.settle is not None and not self.watch:
             raise SettingError("--settle is how long a watch waits; add --watch, or leave it out")
+
+    @property
+    def after_errors(self) -> OnError:
+        return self.on_error or (OnError.SKIP if self.watch else OnError.STOP)
 
     def cases(self, images: Path, seen: Collection[str]) -> Any:
         """Those that wait, or those that will arrive and are not in `seen`."""
@@ -288,7 +293,7 @@ def adapt(
     settings = StreamSettings(
         adapting.recipe(),
         adapting.deployment,
-        arriving.on_error,
+        arriving.after_errors,
         writing.save_probabilities,
         writing.anonymize,
         writing.sign,
