@@ -52,7 +52,7 @@ def prepare(image: Image) -> Prepared:
     return Prepared(torch.from_numpy(image.array) / 255, lambda probability: probability)
 
 
-def pictures(folder: Path, count: int, size=(8, 12), seed=0) -> Path:
+def write_images(folder: Path, count: int, size=(8, 12), seed=0) -> Path:
     """Grey PNG files case_0.png, case_1.png …, brighter and brighter."""
     random = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)

@@ -32,18 +32,18 @@ from dltta.models.normalization import BATCH_STATISTICS, NormalizationStatistics
 from dltta.models.statistics import Blended, Running, Shrinkage
 from dltta.quality.guard import Guard, Limits, SourceGuard
 from dltta.quality.guarded import GuardedAdapter
-from dltta.recipes import Distance, Method, Optimizer, Positions, Ready, Recipe, Rule, Statistics
+from dltta.recipes import Distance, Method, Optimizer, Positions, Ready, Recipe, Rule, Statistics, UDAName
 from dltta.training.uda import UDAMethod
 from dltta.training.uda.cyclegan import CycleGAN
 from dltta.training.uda.style import StyleTransfer
 from dltta.training.uda.swav import SwAV
 from dltta.training.uda.udas import UDAS
 
-UDA: dict[str, type[UDAMethod]] = {  # by their names in `recipes.UDA`
-    "uda-st": StyleTransfer,
-    "cyclegan": CycleGAN,
-    "udas": UDAS,
-    "uda-swav": SwAV,
+UDA: dict[str, type[UDAMethod]] = {
+    UDAName.STYLE: StyleTransfer,
+    UDAName.CYCLEGAN: CycleGAN,
+    UDAName.UDAS: UDAS,
+    UDAName.SWAV: SwAV,
 }
 OPTIMIZERS = {Optimizer.SGD: torch.optim.SGD, Optimizer.ADAM: torch.optim.Adam}
 # of the guard, by source images with another appearance (docs/guard.md)

@@ -37,7 +37,18 @@ class Rule(StrEnum):
 
 
 NO_RATE = "none"  # of methods without a loss
-UDA = ("uda-st", "cyclegan", "udas", "uda-swav")  # methods that learn with the target's images, before the stream
+
+
+class UDAName(StrEnum):
+    """Methods that learn with the target's images, before the stream."""
+
+    STYLE = "uda-st"
+    CYCLEGAN = "cyclegan"
+    UDAS = "udas"
+    SWAV = "uda-swav"
+
+
+UDA = tuple(UDAName)
 WITHOUT_RATE = (Method.SOURCE, Method.PTBN, *UDA)
 MATCHED = "matched"  # in a comparison: fixed at the mean rate of the dynamic stream
 CONTROLS = (MATCHED,)  # rates that need another stream to have run

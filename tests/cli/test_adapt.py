@@ -24,7 +24,7 @@ from dltta.data.preprocessing import Preprocessing
 from dltta.models.io.checkpoint import Checkpoint, save_checkpoint
 from dltta.models.nets.architecture import Architecture
 from networks import trained
-from streams import SEGMENTS, lines, pictures, told, typed
+from streams import SEGMENTS, lines, told, typed, write_images
 
 CODE = """
 import torch
@@ -330,7 +330,7 @@ class TestModels:
 
     def test_ones_own_network_adapts_and_its_weights_are_exported(self, dltta, code, folders, tmp_path):
         images, output = folders
-        pictures(images, 3)
+        write_images(images, 3)
         model = ("-m", code("grey"), "--intensity", "scale:255")
         assert dltta("adapt", *model, "-i", images, "-o", output, "--method", "tent", "--alpha", "0.1")[0] == 0
         assert dltta("state", "export", output, *model, "-o", tmp_path / "new")[0] == 0
@@ -342,7 +342,7 @@ class TestModels:
 
     def test_a_checkpoint_adapts_and_is_exported_in_both_ways(self, dltta, checkpoint, folders, tmp_path):
         images, output = folders
-        pictures(images, 3, size=(20, 24))
+        write_images(images, 3, size=(20, 24))
         assert dltta("adapt", "-m", checkpoint, "-i", images, "-o", output)[0] == 0
         for target, more in (("plain", ()), ("bundle", ("--bundle",))):
             new = tmp_path / target
@@ -360,7 +360,7 @@ class TestModels:
     @pytest.mark.parametrize("mode", ["continual", "image-specific", "shadow", "frozen"])
     def test_every_method_runs_in_every_mode(self, dltta, checkpoint, folders, method, mode):
         images, output = folders
-        pictures(images, 2, size=(20, 24))
+        write_images(images, 2, size=(20, 24))
         given = ("-m", checkpoint, "-i", images, "-o", output, "--method", method, "--mode", mode)
         done, _, err = dltta("adapt", *given)
         assert done == 0, err
@@ -397,7 +397,7 @@ class TestErrors:
     def test_a_bad_image_is_one_line_and_the_stream_stops_or_goes_on(self, dltta, code, folders, name):
         images, output = folders
         words, make = BAD[name]
-        pictures(images, 2, seed=3)
+        write_images(images, 2, seed=3)
         (images / "case_0.png").rename(images / "a.png")
         (images / "case_1.png").rename(images / "z.png")
         make(images / name)
@@ -420,7 +420,7 @@ class TestErrors:
 
     def test_skipped_cases_are_told_to_machines(self, dltta, code, folders):
         images, output = folders
-        pictures(images, 2)
+        write_images(images, 2)
         (images / "bad.png").write_bytes(b"")
         given = ("adapt", "-m", code("grey"), "-i", images, "-o", output, "--on-error", "skip", "--json")
         done, out, _ = dltta(*given)
@@ -454,7 +454,7 @@ class TestErrors:
     )
     def test_wrong_options_are_one_line_and_nothing_is_written(self, dltta, code, folders, change, words):
         images, output = folders
-        pictures(images, 1)
+        write_images(images, 1)
         done, _, err = dltta("adapt", "-m", code("grey"), "-i", images, "-o", output, *change)
         assert (done, err.count("\n")) == (2, 1), err
         assert words in err
@@ -468,21 +468,21 @@ class TestErrors:
 
     def test_an_output_that_cannot_be_written(self, dltta, code, folders):
         images, _ = folders
-        pictures(images, 1)
+        write_images(images, 1)
         done, _, err = dltta("adapt", "-m", code("grey"), "-i", images, "-o", "/sys/predictions")
         assert (done, err.count("\n")) == (2, 1)
         assert "error: /sys/predictions: cannot be written" in err
 
     def test_predictions_among_the_images(self, dltta, code, folders):
         images, _ = folders
-        pictures(images, 1)
+        write_images(images, 1)
         done, _, err = dltta("adapt", "-m", code("grey"), "-i", images, "-o", images)
         assert (done, err.count("\n")) == (2, 1)
         assert sorted(path.name for path in images.iterdir() if path.is_file()) == ["case_0.png"]
 
     def test_a_second_stream_into_the_same_folder(self, dltta, code, folders):
         images, output = folders
-        pictures(images, 1)
+        write_images(images, 1)
         assert dltta("adapt", "-m", code("grey"), "-i", images, "-o", output)[0] == 0
         done, _, err = dltta("adapt", "-m", code("grey"), "-i", images, "-o", output)
         assert (done, "already holds a stream; add --resume to continue it" in err) == (2, True)
@@ -504,7 +504,7 @@ class TestRealDisks:
 
     def test_a_disk_that_fills_up_and_gets_room_again(self, checkpoint, folders, tmp_path):
         images, _ = folders
-        pictures(images, 12, size=(40, 48))
+        write_images(images, 12, size=(40, 48))
         disk = tmp_path / "disk"
         disk.mkdir()
         dltta = f"{sys.executable} -m dltta"
@@ -521,7 +521,7 @@ class TestRealDisks:
 
     def test_a_disk_that_is_read_only(self, checkpoint, folders, tmp_path):
         images, _ = folders
-        pictures(images, 2)
+        write_images(images, 2)
         disk = tmp_path / "disk"
         disk.mkdir()
         done = self.adapt(disk, checkpoint, images, size="1m", before=f"mount -o remount,ro {disk}")
@@ -533,7 +533,7 @@ class TestState:
     @pytest.fixture
     def output(self, dltta, checkpoint, folders):
         images, output = folders
-        pictures(images, 3, size=(20, 24))
+        write_images(images, 3, size=(20, 24))
         assert dltta("adapt", "-m", checkpoint, "-i", images, "-o", output)[0] == 0
         return output
 
@@ -601,7 +601,7 @@ class TestState:
     def test_a_list_of_long_and_marked_up_names_fits_80_columns(self, dltta, checkpoint, folders, monkeypatch):
         monkeypatch.setenv("COLUMNS", "80")
         images, output = folders
-        pictures(images, 2, size=(20, 24))
+        write_images(images, 2, size=(20, 24))
         (images / "case_0.png").rename(images / "[red]x[red].png")
         (images / "case_1.png").rename(images / f"{'very_' * 30}long.png")
         assert dltta("adapt", "-m", checkpoint, "-i", images, "-o", output)[0] == 0
@@ -683,7 +683,7 @@ def hooked(): return Hooked(2, 1, True)
 
 def test_what_was_ignored_is_counted_at_the_end_and_in_json(dltta, code, folders):
     images, output = folders
-    pictures(images, 1)
+    write_images(images, 1)
     (images / "notes.txt").write_text("x")
     (images / "a.jpg").write_text("x")
     (images / "b.jpg").write_text("x")
@@ -695,7 +695,7 @@ def test_what_was_ignored_is_counted_at_the_end_and_in_json(dltta, code, folders
 
 def test_settle_is_for_a_watch(dltta, code, folders):
     images, output = folders
-    pictures(images, 1)
+    write_images(images, 1)
     given = ("adapt", "-m", code("grey"), "-i", images, "-o", output, "--settle", "1")
     assert "add --watch" in dltta(*given)[2]
     assert dltta(*given, "--watch", "--idle", "0.1")[0] == 0
@@ -718,7 +718,7 @@ def test_an_anonymous_mask_tells_no_description(dltta, code, folders):
 
 def test_a_bad_file_does_not_end_a_watch(dltta, code, folders):
     images, output = folders
-    pictures(images, 2)
+    write_images(images, 2)
     Pillow.new("RGB", (12, 8)).save(images / "case_00.png")  # the model takes one channel
     given = ("adapt", "-m", code("grey"), "-i", images, "-o", output)
     done, out, _ = dltta(*given, "--watch", "--idle", "0.1", "--settle", "0.1")

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from dltta.cli.progress import bars
-from streams import lines, pictures, run, segmenter
+from streams import lines, run, segmenter, write_images
 
 
 class Clock:
@@ -53,7 +53,7 @@ def test_a_stream_whose_length_nobody_knows_has_no_time_left(log, clock):
 
 def test_a_stream_tells_what_its_log_says_of_the_latest_case(log, clock, tmp_path):
     """An absurd rate: the guard does not accept the update."""
-    images = pictures(tmp_path / "in", 1)
+    images = write_images(tmp_path / "in", 1)
     with bars(log, clock) as listener:
         run(segmenter(), images, tmp_path / "out", tick=listener.cases(1), alpha=1e3)
     (line,) = [line for line in lines(tmp_path / "out") if "case" in line]

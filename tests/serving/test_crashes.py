@@ -15,7 +15,7 @@ from PIL import Image as Pillow
 from dltta.data.inbox import find_incoming
 from dltta.serving.maintenance import roll_back
 from dltta.serving.verification import verify
-from streams import child, classifier, left, lines, pictures, run, save_model, segmenter, start
+from streams import child, classifier, left, lines, run, save_model, segmenter, start, write_images
 
 DEAD = 77
 
@@ -81,7 +81,7 @@ def dying(work, at, among=OPERATIONS):
 @pytest.fixture
 def images(tmp_path):
     """Three images, a copy of one of them, and one that cannot be read."""
-    folder = pictures(tmp_path / "in", 3)
+    folder = write_images(tmp_path / "in", 3)
     shutil.copy(folder / "case_0.png", folder / "case_1_copy.png")
     (folder / "case_1_broken.png").write_bytes(b"no image")
     return folder
@@ -227,7 +227,7 @@ def test_kill_9_at_random_moments(model, images, tmp_path):
 @pytest.mark.slow
 def test_kill_9_of_many_runs(model, tmp_path):
     """60 kills of processes of their own, in the midst of streams of twenty images."""
-    images = pictures(tmp_path / "many", 20, size=(40, 48))
+    images = write_images(tmp_path / "many", 20, size=(40, 48))
     Pillow.fromarray(np.zeros((9, 9), dtype=np.uint8)).save(images / "constant.png")
     (images / "broken.png").write_bytes(b"no image")
     shutil.copy(images / "case_3.png", images / "copy.png")

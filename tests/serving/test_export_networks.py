@@ -14,7 +14,7 @@ from dltta.models.nets.architecture import Architecture
 from dltta.models.parts.rotation import RotationHead
 from dltta.serving.maintenance import export
 from networks import trained
-from streams import SEGMENTS, pictures, run
+from streams import SEGMENTS, run, write_images
 
 pytestmark = pytest.mark.usefixtures("no_power_cut")
 
@@ -34,7 +34,16 @@ def model(tmp_path):
 @pytest.mark.parametrize("bundle", [False, True])
 def test_the_exported_network_is_that_of_ttt_with_what_moved(tmp_path, model, bundle):
     opened, out = open_model(str(model)), tmp_path / "out"
-    run(opened, pictures(tmp_path / "in", 3), out, method="ttt", rate="fixed", alpha=0.01, guard=False, optimizer="sgd")
+    run(
+        opened,
+        write_images(tmp_path / "in", 3),
+        out,
+        method="ttt",
+        rate="fixed",
+        alpha=0.01,
+        guard=False,
+        optimizer="sgd",
+    )
     export(out, opened, tmp_path / "new", bundle=bundle)
     found = open_model(str(tmp_path / "new")).model.state_dict()
     before = load_checkpoint(model).joint
@@ -45,7 +54,7 @@ def test_the_exported_network_is_that_of_ttt_with_what_moved(tmp_path, model, bu
 
 def test_settings_without_a_method_are_said_to_be_altered(tmp_path, model):
     opened, out = open_model(str(model)), tmp_path / "out"
-    run(opened, pictures(tmp_path / "in", 1), out)
+    run(opened, write_images(tmp_path / "in", 1), out)
     settings = out / "state" / "stream.json"
     settings.write_text(settings.read_text().replace('"recipe"', '"receipt"'))
     with pytest.raises(StateError, match="was altered: it names no method"):

@@ -26,7 +26,7 @@ from dltta.serving.folder import Stream
 from dltta.serving.settings import Deployment, OnError, StreamSettings
 from dltta.serving.state import StateFolder
 from networks import Segmenter, trained
-from streams import child, classifier, left, lines, pictures, run, segmenter, told
+from streams import child, classifier, left, lines, run, segmenter, told, write_images
 
 
 def mask(path):
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("no_power_cut")
 
 @pytest.fixture
 def images(tmp_path):
-    return pictures(tmp_path / "in", 6)
+    return write_images(tmp_path / "in", 6)
 
 
 @pytest.fixture
@@ -353,7 +353,7 @@ class TestOnce:
             run(segmenter(), images, images)
         assert not (images / "stream.jsonl").exists()
         nnunet = images / "n"
-        pictures(nnunet, 1).joinpath("case_0.png").rename(nnunet / "case_0000.png")
+        write_images(nnunet, 1).joinpath("case_0.png").rename(nnunet / "case_0000.png")
         with pytest.raises(SettingError):
             run(segmenter(), nnunet, nnunet)
 
@@ -532,7 +532,7 @@ class TestFailures:
         with pytest.raises(DataError, match=r"case_3.png: cannot be read as PNG"):
             run(segmenter(), images, output)
         assert [line.get("case") for line in lines(output)] == [None, "case_0", "case_1", "case_2"]
-        pictures(images, 6)
+        write_images(images, 6)
         run(segmenter(), images, output, resume=True)
         run(segmenter(), images, output.with_name("whole"))
         assert left(output) == left(output.with_name("whole"))
@@ -543,7 +543,7 @@ class TestFailures:
             summary = run(segmenter(), images, output, resume=resume, on_error="skip")
             assert len(summary.failed) == 1
         assert sum("error" in line for line in lines(output)) == 1
-        pictures(images, 6)
+        write_images(images, 6)
         assert run(segmenter(), images, output, resume=True).predicted == 1
 
     def test_copies_of_a_case_that_fails_in_its_batch_fail_with_it(self, images, output):
@@ -581,7 +581,7 @@ class TestPrivacy:
     @pytest.fixture
     def named(self, tmp_path):
         folder = tmp_path / f"ward {self.NAME}"
-        pictures(folder, 2)
+        write_images(folder, 2)
         for index in range(2):
             (folder / f"case_{index}.png").rename(folder / f"{self.NAME}_{'ab'[index]}.png")
         (folder / f"{self.NAME}_broken.png").write_bytes(b"\x89PNG nothing")
@@ -737,7 +737,7 @@ def test_little_is_kept_in_memory_per_case(tmp_path):
 
 
 def test_the_state_does_not_grow_with_the_stream(tmp_path, output):
-    images = pictures(tmp_path / "in", 40)
+    images = write_images(tmp_path / "in", 40)
     sizes = {}
 
     def look(line):

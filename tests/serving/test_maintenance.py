@@ -15,28 +15,9 @@ from dltta.models.nets.architecture import Architecture
 from dltta.serving.maintenance import export, list_versions, predicted_names, roll_back, show_version
 from dltta.serving.verification import verify
 from networks import Segmenter, trained
-from streams import SEGMENTS, classifier, left, lines, pictures, run, segmenter
+from streams import SEGMENTS, left, lines, run, segmenter, write_images
 
 pytestmark = pytest.mark.usefixtures("no_power_cut")
-
-
-@pytest.fixture
-def images(tmp_path):
-    return pictures(tmp_path / "in", 5)
-
-
-@pytest.fixture
-def output(tmp_path, images):
-    """A finished stream of five cases."""
-    run(segmenter(), images, tmp_path / "out", save_probabilities=True)
-    return tmp_path / "out"
-
-
-@pytest.fixture
-def table(tmp_path, images):
-    """The same as a classification, in batches of two."""
-    run(classifier(), images, tmp_path / "table", batch_size=2)
-    return tmp_path / "table"
 
 
 class TestLooking:
@@ -88,7 +69,7 @@ class TestLooking:
 class TestRollback:
     def test_it_goes_on_from_there(self, output, images, tmp_path):
         """As if the cases since had never been adapted to, but their predictions and lines stay."""
-        pictures(tmp_path / "more", 2, seed=9)
+        write_images(tmp_path / "more", 2, seed=9)
         for path in (tmp_path / "more").iterdir():
             path.rename(images / f"later_{path.name}")
         assert roll_back(output, 2) == 6

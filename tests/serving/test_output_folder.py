@@ -9,7 +9,7 @@ import pytest
 from dltta.data.inbox import find_incoming
 from dltta.errors import StateError
 from dltta.files import open_atomically
-from streams import classifier, left, lines, pictures, run, segmenter
+from streams import classifier, left, lines, run, segmenter, write_images
 
 pytestmark = pytest.mark.usefixtures("no_power_cut")
 
@@ -19,7 +19,7 @@ WORDS = "symbolic link, which is never followed|cannot be read"
 
 @pytest.fixture
 def images(tmp_path):
-    return pictures(tmp_path / "in", 4)
+    return write_images(tmp_path / "in", 4)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 
 import methods
 from dltta.serving.verification import verify
-from streams import child, classifier, left, lines, pictures, run, segmenter
+from streams import child, classifier, left, lines, run, segmenter, write_images
 
 pytestmark = pytest.mark.usefixtures("no_power_cut")
 
@@ -33,7 +33,7 @@ def dying(work, monkeypatch, owner, name, at):
 
 @pytest.mark.parametrize("guard", [False, True])
 def test_a_killed_stream_with_a_teacher_goes_on_bit_for_bit(tmp_path, monkeypatch, guard):
-    images, opened = pictures(tmp_path / "in", 4), segmenter()
+    images, opened = write_images(tmp_path / "in", 4), segmenter()
     settings = {**TEACHER, "guard": guard}
     run(opened, images, tmp_path / "whole", **settings)
     expected = left(tmp_path / "whole")
@@ -48,7 +48,7 @@ def test_a_killed_stream_with_a_teacher_goes_on_bit_for_bit(tmp_path, monkeypatc
 
 
 def test_prototypes_are_saved_with_the_stream(tmp_path):
-    images, opened = pictures(tmp_path / "in", 6), classifier()
+    images, opened = write_images(tmp_path / "in", 6), classifier()
     settings = {"method": "methods:Prototypes", "batch_size": 2, "guard": False}
     run(opened, images, tmp_path / "whole", **settings)
 
@@ -62,6 +62,12 @@ def test_prototypes_are_saved_with_the_stream(tmp_path):
 
 
 def test_the_log_records_the_classes_that_ran(tmp_path):
-    run(segmenter(), pictures(tmp_path / "in", 2), tmp_path / "out", **TEACHER)
+    run(segmenter(), write_images(tmp_path / "in", 2), tmp_path / "out", **TEACHER)
     recipe = lines(tmp_path / "out")[0]["recipe"]
     assert (recipe["method"], recipe["rate"], recipe["name"]) == (*TEACHER.values(), "own")
+
+
+def test_a_method_of_ones_own_without_a_loss_is_recorded_without_a_rate(tmp_path):
+    settings = {"method": "methods:Prototypes", "batch_size": 2, "guard": False}
+    run(classifier(), write_images(tmp_path / "in", 2), tmp_path / "out", **settings)
+    assert lines(tmp_path / "out")[0]["recipe"]["rate"] == "none"

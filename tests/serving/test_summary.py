@@ -12,7 +12,7 @@ from dltta.predictor import Predictor
 from dltta.quality.guarded import GuardedStep
 from dltta.serving.folder import Stream
 from dltta.serving.summary import Summary
-from streams import lines, pictures, run, save_model, segmenter, settings, typed
+from streams import lines, run, save_model, segmenter, settings, typed, write_images
 
 pytestmark = pytest.mark.usefixtures("no_power_cut")
 FAR = Decision(Outcome.KEPT, Reason.OOD_SCORE, "OOD score 9, limit 3")
@@ -21,7 +21,7 @@ FINE = Decision(Outcome.ACCEPTED)
 
 @pytest.fixture
 def images(tmp_path):
-    return pictures(tmp_path / "in", 5)
+    return write_images(tmp_path / "in", 5)
 
 
 @pytest.fixture

@@ -11,28 +11,9 @@ from dltta.serving.journal import Head, chain, render, write_head
 from dltta.serving.maintenance import roll_back
 from dltta.serving.state import StateFolder
 from dltta.serving.verification import verify
-from streams import classifier, left, lines, pictures, run, segmenter, typed
+from streams import left, lines, run, segmenter, typed, write_images
 
 pytestmark = pytest.mark.usefixtures("no_power_cut")
-
-
-@pytest.fixture
-def images(tmp_path):
-    return pictures(tmp_path / "in", 5)
-
-
-@pytest.fixture
-def output(tmp_path, images):
-    """A finished stream of five cases."""
-    run(segmenter(), images, tmp_path / "out", save_probabilities=True)
-    return tmp_path / "out"
-
-
-@pytest.fixture
-def table(tmp_path, images):
-    """The same as a classification, in batches of two."""
-    run(classifier(), images, tmp_path / "table", batch_size=2)
-    return tmp_path / "table"
 
 
 @pytest.fixture
@@ -145,7 +126,7 @@ def test_every_removed_version_is_found_the_oldest_too(output, number):
 
 
 def test_versions_that_were_forgotten_are_not_missed(tmp_path):
-    run(segmenter(), pictures(tmp_path / "many", 25), tmp_path / "out")
+    run(segmenter(), write_images(tmp_path / "many", 25), tmp_path / "out")
     assert verify(tmp_path / "out") == []
     found = lines(tmp_path / "out")
     assert [line["oldest_state"] for line in found] == [max(0, number - 19) for number in range(26)]
@@ -156,7 +137,7 @@ def test_versions_that_were_forgotten_are_not_missed(tmp_path):
 
 def test_a_version_that_a_kill_left_to_forget_goes_with_the_next_run(tmp_path):
     """Killed after the line was written and before the oldest version was removed."""
-    images, output = pictures(tmp_path / "many", 21), tmp_path / "out"
+    images, output = write_images(tmp_path / "many", 21), tmp_path / "out"
     cases = find_incoming(images)
     run(segmenter(), cases[:20], output)
     versions = output / "state" / "versions"
@@ -192,7 +173,7 @@ def test_a_file_outside_that_the_log_names_is_not_read(output, tmp_path):
 def test_a_running_stream_can_be_verified(tmp_path):
     """While lines are added and old versions forgotten."""
     found = []
-    more = pictures(tmp_path / "more", 25)
+    more = write_images(tmp_path / "more", 25)
     run(segmenter(), more, tmp_path / "running", tick=lambda line: found.extend(verify(tmp_path / "running")))
     assert found == []
 
@@ -242,7 +223,7 @@ class TestSigned:
         (tmp_path / "other").write_bytes(b"o" * 32)
         with pytest.raises(StateError, match="is not signed with this key"):
             run(segmenter(), images, signed, resume=True, sign=tmp_path / "other")
-        more = pictures(tmp_path / "more", 7)
+        more = write_images(tmp_path / "more", 7)
         assert run(segmenter(), more, signed, resume=True, sign=key).predicted == 2
         assert verify(signed, key) == []
 

@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from dltta.cli.options import FLAG, UDA, Device, Json, count_processes, require_device, split_names
+from dltta.cli.options import FLAG, Device, Json, count_processes, require_device, split_names
 from dltta.errors import SettingError
-from dltta.recipes import Method, Optimizer, Recipe
+from dltta.recipes import UDA, Method, Optimizer, Recipe
 
 
 @dataclass(frozen=True)

@@ -63,15 +63,6 @@ class Network(StrEnum):
     DENSENET_SMALL = "densenet_small"
 
 
-class UDA(StrEnum):
-    """Methods that learn with the target's images."""
-
-    STYLE = "uda-st"
-    CYCLEGAN = "cyclegan"
-    UDAS = "udas"
-    SWAV = "uda-swav"
-
-
 class DemoTask(StrEnum):
     """What the demo shows."""
 

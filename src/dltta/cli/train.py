@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from dltta.cli.options import FLAG, UDA, Device, Json, Loss, Network, require_device, split_names, split_size
+from dltta.cli.options import FLAG, Device, Json, Loss, Network, require_device, split_names, split_size
 from dltta.errors import SettingError
+from dltta.recipes import UDAName
 
 if TYPE_CHECKING:
     from dltta.training.fit import Row
@@ -115,7 +116,7 @@ class WithTarget:
 
     panel: ClassVar[str] = "Learning with images of the target site (docs/uda.md)"
     uda: Annotated[
-        UDA | None,
+        UDAName | None,
         typer.Option(
             metavar="NAME",
             help="Unsupervised domain adaptation: uda-st, cyclegan, udas or uda-swav.",

@@ -27,7 +27,7 @@ from dltta.errors import DataError, DlttaError, InputError, NonFiniteError, Sett
 from dltta.files import sync_folder
 from dltta.models.io.opened import OpenedModel
 from dltta.predictor import Loaded, Prediction, Predictor
-from dltta.recipes import Method, Recipe, paper
+from dltta.recipes import NO_RATE, Method, Recipe, paper
 from dltta.serving.journal import Fields, on_disk
 from dltta.serving.reading import Known, Reader, Unusable
 from dltta.serving.record import SCHEMA, STATE, Record
@@ -58,9 +58,11 @@ class Stream:
         self, opened: OpenedModel, output: Path, settings: StreamSettings | None = None, *, resume: bool = False
     ) -> None:
         self.opened, self.output, self.settings = opened, output.resolve(), settings or StreamSettings()
-        self.recipe = _resolved(opened, self.settings)  # what really runs, and what the log records
+        recipe = _resolved(opened, self.settings)
+        self.adapter = make_adapter(opened, recipe)
+        # what really runs, and what the log records: only the adapter knows whether a class of one's own has a loss
+        self.recipe = recipe if self.adapter.steps else replace(recipe, rate=NO_RATE)
         self.batch_size = self.recipe.batch_size or 1
-        self.adapter = make_adapter(opened, self.recipe)
         shadowed = self.settings.deployment == Deployment.SHADOW
         source = Adapter(opened.model, Source(), layout="given") if shadowed else None
         self.predictor = Predictor(opened, self.adapter, source)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import toys
 from dltta.data.check import check_site
 from dltta.data.formats import format as registry
 from dltta.data.formats.format import Geometry, endings, formats, register
@@ -17,40 +18,9 @@ from dltta.data.outputs import write_prediction
 from dltta.data.sites import open_site
 from dltta.errors import DataError, SettingError
 from dltta.testing import check_format
+from toys import Toy
 
-TOY = '''
-import numpy as np
-from dltta.data.formats.format import Geometry
-
-class Toy:
-    """`TOY`, rows, columns, bytes per value, then the values."""
-
-    name, endings = "Toy", (".toy",)
-
-    def begins(self, start):
-        return start[:3] == b"TOY"
-
-    def _open(self, path):
-        content = path.read_bytes()
-        if not self.begins(content):
-            raise ValueError("no TOY at the start")
-        rows, columns, size = content[3:6]
-        return np.frombuffer(content[6:], f"u{size}").reshape(rows, columns)
-
-    def read_geometry(self, path):
-        values = self._open(path)
-        return Geometry("toy", values.shape, 1, int(np.iinfo(values.dtype).max))
-
-    def read_pixels(self, path):
-        return self._open(path)[None]
-
-    def read_classes(self, path):
-        return self._open(path)
-
-    def write_classes(self, file, labels, like, ending):
-        file.write(b"TOY" + bytes([*labels.shape, labels.itemsize]) + labels.tobytes())
-'''
-exec(TOY)
+TOY = Path(toys.__file__).read_text()
 VALUES = np.arange(12, dtype=np.uint8).reshape(3, 4)
 
 
@@ -63,7 +33,7 @@ def toy(path: Path, values: np.ndarray = VALUES) -> Path:
 @pytest.fixture
 def known(monkeypatch):
     monkeypatch.setattr(registry, "_registered", [])
-    register(Toy())  # noqa: F821
+    register(Toy())
 
 
 def test_ours_are_found_by_their_modules():
@@ -130,9 +100,9 @@ def test_an_installed_package_brings_its_format_by_an_entry_point(tmp_path):
 @pytest.mark.usefixtures("known")
 def test_two_formats_of_one_name_or_ending_and_what_is_no_format_are_refused():
     with pytest.raises(SettingError, match="name or the endings of Toy"):
-        register(Toy())  # noqa: F821
+        register(Toy())
 
-    class Other(Toy):  # noqa: F821
+    class Other(Toy):
         name, endings = "Other", (".png",)
 
     with pytest.raises(SettingError, match="name or the endings of PNG"):
@@ -142,7 +112,7 @@ def test_two_formats_of_one_name_or_ending_and_what_is_no_format_are_refused():
 
 
 def test_the_longest_ending_names_the_format(monkeypatch):
-    class Pyramid(Toy):  # noqa: F821
+    class Pyramid(Toy):
         name, endings = "Pyramid", (".ome.tif",)
 
     monkeypatch.setattr(registry, "_registered", [])
@@ -172,7 +142,7 @@ def test_ours_keep_the_contract(tmp_path, name):
 
 
 def test_a_toy_keeps_the_contract(tmp_path):
-    check_format(Toy(), toy(tmp_path / "a.toy"))  # noqa: F821
+    check_format(Toy(), toy(tmp_path / "a.toy"))
 
 
 @pytest.mark.parametrize(
@@ -204,6 +174,6 @@ def test_a_broken_contract_is_named(tmp_path, broken, says):
     if broken.get("begins", True) is None:
         wrong = type("Wrong", (), {"name": "Toy", "endings": (".toy",)})()
     else:
-        wrong = type("Wrong", (Toy,), broken)()  # noqa: F821
+        wrong = type("Wrong", (Toy,), broken)()
     with pytest.raises(AssertionError, match=says):
         check_format(wrong, toy(tmp_path / "a.toy"))

@@ -68,7 +68,7 @@ from dltta.evaluation.tables import method_label
 from dltta.files import write_atomically
 from dltta.metrics import CLASSIFICATION_METRICS
 from dltta.models.predictions import entropy
-from dltta.recipes import Method, Recipe
+from dltta.recipes import Method
 from dltta.training import TrainingSettings
 from dltta.training.settings import LEARNING_RATES
 from dltta.training.uda import cyclegan, style, swav, udas
@@ -410,10 +410,9 @@ def _tent(base: Experiment, setup: Setup) -> Runs:
     return Runs({"tent": replace(base, methods=("source", "tent"))}, {})
 
 
-def _with(experiment: Experiment, **changed: object) -> Experiment:
+def _with(experiment: Experiment, **changed: Any) -> Experiment:
     """The same experiment with other settings of adaptation."""
-    settings: Recipe = replace(experiment.adaptation, **changed)  # type: ignore[arg-type]
-    return replace(experiment, adaptation=settings)
+    return replace(experiment, adaptation=replace(experiment.adaptation, **changed))
 
 
 def _alpha_run(alpha: float) -> str:

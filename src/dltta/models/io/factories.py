@@ -26,11 +26,11 @@ def import_object(spec: str) -> Callable[..., Any]:
     """The function or class of that name. This runs the code of its module."""
     place, _, name = spec.rpartition(":")
     module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
-    found = getattr(module, name, None)
+    found: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(found):
         there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise SettingError(f"{place} has no function or class {name!r}; there are {', '.join(there[:8]) or 'none'}")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def call_factory(spec: str) -> nn.Module:
