@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from dltta.data.formats import dicom
 from dltta.data.formats.format import START, Image, ending, endings, format_of, recognize
@@ -44,6 +44,7 @@ class Incoming:
     kind: str  # of its format: png, tiff, nifti, dicom, ...
     modified: float  # when its newest file was last written, seconds since 1970
     problem: str | None = None  # why it cannot be read, in one sentence
+    note: Mapping[str, Any] = field(default_factory=dict, hash=False)  # what its line in the log says besides, such as a request
 
 
 @dataclass(frozen=True)

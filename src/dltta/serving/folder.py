@@ -63,9 +63,7 @@ class Stream:
         # what really runs, and what the log records: only the adapter knows whether a class of one's own has a loss
         self.recipe = recipe if self.adapter.steps else replace(recipe, rate=NO_RATE)
         self.batch_size = self.recipe.batch_size or 1
-        shadowed = self.settings.deployment == Deployment.SHADOW
-        source = Adapter(opened.model, Source(), layout="given") if shadowed else None
-        self.predictor = Predictor(opened, self.adapter, source)
+        self.predictor = self._predictor(self.settings.deployment)
         self.folder = StateFolder(output / STATE)
         self._signer = None if self.settings.sign is None else Signer.from_file(self.settings.sign, output)
         self._resume = resume
@@ -85,6 +83,8 @@ class Stream:
             self.naming, self.index = self.record.naming, self.record.index
             self._read = Reader(self.opened, self.output, self.index)
             self._writer = PredictionWriter(self.opened, self.output, self.naming, self.settings.save_probabilities)
+            if self.index.deployment is not None:
+                self.predictor = self._predictor(self.index.deployment)
             self._disk = stack.enter_context(ThreadPoolExecutor(1, "disk"))
             self._open = stack.pop_all()
         return self
@@ -108,6 +108,35 @@ class Stream:
                 wait([self._keeping])
         self._summary.conclude(self.index.decisions, self.index.reasons)
         return self._summary
+
+    def deploy(self, deployment: Deployment) -> None:
+        """From now on the adapted model predicts (live), or the source model while it adapts (shadow); logged."""
+        if Deployment.FROZEN in (deployment, self.settings.deployment):
+            raise SettingError("a stream is frozen from its beginning or never; switch between live and shadow")
+        self._settle()
+        self.record.append_event({"event": "mode", "deployment": str(deployment)})
+        self.predictor = self._predictor(deployment)
+
+    def _predictor(self, deployment: str) -> Predictor:
+        shadow = deployment == Deployment.SHADOW
+        return Predictor(
+            self.opened, self.adapter, Adapter(self.opened.model, Source(), layout="given") if shadow else None
+        )
+
+    def answer(self, case: Incoming, tick: Tick = lambda line: None) -> Fields:
+        """Predict one case now; its line of the log, on the disk, also if it was predicted before.
+
+        Raises what is wrong with the case, and then nothing was written or learned.
+        """
+        self._summary, self._tick = Summary(), tick
+        self._batch, self._copies = [], []
+        found = self._read(case)
+        if isinstance(found, Unusable):
+            raise found.error
+        self._take(case, found)
+        self._finish_batch()
+        self._settle()
+        return self.index.line(self.naming.name(case, found.digest))
 
     def notices(self) -> list[str]:
         """What a user must know before the first image, one sentence each."""
@@ -263,6 +292,7 @@ class Stream:
             return
         name = self.naming.name(case, found)
         line = {"case": name, "input": found, "repeats": first["case"], **files, "state": self.index.version}
+        line |= case.note
         self.record.append([line])
         self._summary.repeated += 1
         self._tick(line)
@@ -325,4 +355,5 @@ def _line(waiting: Waiting, prediction: Prediction) -> Fields:
         "reason": None if decision is None else decision.reason,
         "detail": None if decision is None else decision.detail,
     }
+    line |= waiting.case.note
     return line if prediction.change is None else {**line, "change": prediction.change}

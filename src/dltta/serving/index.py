@@ -25,10 +25,12 @@ class StreamIndex:
         self.journal = journal
         self.version, self.sha256 = 0, ""  # the current version of the state and the hash of its file
         self.oldest = 0  # the oldest version that is kept
+        self.deployment: str | None = None  # what the latest event of that kind says
         self.decisions: Counter[str] = Counter()  # of the guard, by outcome
         self.reasons: Counter[str] = Counter()
         self._digests: dict[str, bytes] = {}  # by name
         self._places: dict[bytes, int] = {}  # by content: where the line of the first such case begins
+        self._lines: dict[str, int] = {}  # by name: where the line of the case begins
         self._failures: set[tuple[str, ...]] = set()
         for number, line in enumerate(journal, 1):
             try:
@@ -49,6 +51,15 @@ class StreamIndex:
         """The line of the first case with this content."""
         return self.journal.at(self._places[bytes.fromhex(digest)])
 
+    def line(self, name: str) -> Fields:
+        """The line of the case of this name, which has a prediction."""
+        return self.journal.at(self._lines[name.casefold()])
+
+    @property
+    def predicted(self) -> int:
+        """How many cases have a prediction."""
+        return len(self._digests)
+
     def append(self, entries: Sequence[Mapping[str, Any]]) -> None:
         """Lines of one group; on return they count."""
         for line in self.journal.append(entries):
@@ -64,6 +75,8 @@ class StreamIndex:
         if "state_sha256" in entry:
             self.version, self.sha256 = int(entry["state"]), str(entry["state_sha256"])
             self.oldest = int(entry["oldest_state"])
+        if entry.get("event") == "mode":
+            self.deployment = str(entry["deployment"])
         if entry.get("decision") is not None:
             self.decisions[entry["decision"]] += 1
         if entry.get("reason") is not None:
@@ -71,6 +84,7 @@ class StreamIndex:
         if "prediction" in entry:
             digest = bytes.fromhex(entry["input"])
             self._digests[entry["case"].casefold()] = digest
+            self._lines[entry["case"].casefold()] = line.begin
             self._places.setdefault(digest, line.begin)
         elif "error" in entry:
             self._failures.add(_failure(entry))

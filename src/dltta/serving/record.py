@@ -8,7 +8,7 @@ OUT/
 """
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class Record:
         resume: bool,
     ) -> None:
         self.output, self.folder, self.adapter = output, folder, adapter
+        self.may_write: Callable[[], None] = lambda: None  # raises when the stream belongs to somebody else now
         journal = Journal(output / LOG, folder.head_file, signer)
         if journal.size and not resume:
             raise SettingError(f"{output} already holds a stream; add --resume to continue it, or choose another")
@@ -83,13 +84,19 @@ class Record:
         if self.table is not None:
             self.table.append(lines)
 
+    def append_event(self, event: Mapping[str, Any]) -> None:
+        """A line about the stream itself, not about a case."""
+        self.require_folder()
+        self.index.append([{**event, "state": self.index.version}])
+
     def fail(self, line: Mapping[str, Any]) -> None:
         """The line of a case that has no prediction."""
         self.require_folder()
         self.index.fail(line)
 
     def require_folder(self) -> None:
-        """Raise if somebody put a symbolic link in the place of the output folder."""
+        """Raise if somebody put a symbolic link in the place of the output folder, or took the stream over."""
+        self.may_write()
         with on_disk(self.output):
             require_no_link(self.output)
 

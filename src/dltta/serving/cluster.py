@@ -1,0 +1,163 @@
+"""Shards as Ray actors: each key belongs to one of them, one request of a key is under way at a time.
+
+Ray restarts an actor that died, but does not say whether its last call had come to an end, and repeated calls may come
+in another order. So nothing is retried by Ray. `Cluster.answer` sends the request again, under its id: if the line is
+in the log already, it is the answer; else the request is worked on now.
+"""
+
+import asyncio
+import os
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from dltta.errors import SettingError
+from dltta.serving.keys import Key
+from dltta.serving.session import Request
+from dltta.serving.shard import Reply, Shard, ShardSettings
+
+NEEDS_SERVE = "the service needs Ray and FastAPI; install them: pip install 'dltta[serve]'"
+PATIENCE = 120.0  # seconds in which a dead shard must have come back
+
+
+class BusyError(Exception):
+    """Too many requests wait; `after` is when to try again, in seconds."""
+
+    def __init__(self, after: float) -> None:
+        super().__init__(f"too many requests are waiting; try again in {after:.0f} s")
+        self.after = after
+
+
+class Cluster:
+    """N shards. `waiting` requests of one key, and `total` of all, may wait; more raise `BusyError`."""
+
+    def __init__(
+        self,
+        settings: ShardSettings,
+        *,
+        shards: int = 2,
+        waiting: int = 16,
+        total: int = 256,
+        address: str | None = None,
+    ) -> None:
+        self.settings, self.shards = settings, shards
+        self._most_waiting, self._most = waiting, total
+        self._address = address
+        self._actors: list[Any] = []
+        self._locks: dict[Key, asyncio.Lock] = {}
+        self._waiting: Counter[Key] = Counter()
+        self._seconds = 0.5  # how long an answer takes, a running mean
+        self.restarts = 0  # calls that found their shard dead
+
+    def start(self) -> None:
+        """Start or join Ray, make the shards, and wait until each has opened its models."""
+        ray = _ray()
+        if not ray.is_initialized():
+            ray.init(**_ray_options(self._address, self.shards))
+        actor = ray.remote(Shard)
+        options: dict[str, Any] = {"max_restarts": -1, "max_task_retries": 0, "num_cpus": 0, "max_concurrency": 1}
+        self._actors = [actor.options(**options).remote(self.settings) for _ in range(self.shards)]
+        ray.get([shard.ready.remote() for shard in self._actors])
+
+    def stop(self) -> None:
+        """Let every shard finish what it does and release its keys; then end a Ray that was started here."""
+        ray = _ray()
+        for shard in self._actors:
+            try:
+                ray.get(shard.close.remote(), timeout=60)
+            except ray.exceptions.RayError:
+                continue  # it is dead: what it had answered is on the disk
+        self._actors = []
+        if self._address is None:
+            ray.shutdown()
+
+    async def answer(self, key: Key, request: Request) -> Reply:
+        """Adapt and predict, once, after the earlier requests of the key."""
+        async with self._turn(key):
+            started = time.perf_counter()
+            reply = await self._call(key, "answer", key, request)
+            if reply.status == "answered":
+                self._seconds += 0.1 * (time.perf_counter() - started - self._seconds)
+            return reply
+
+    async def result(self, key: Key, request_id: str, *, mask: bool = False) -> Reply:
+        return await self._call(key, "result", key, request_id, mask=mask)
+
+    async def roll_back(self, key: Key, version: int) -> Reply:
+        async with self._turn(key):
+            return await self._call(key, "roll_back", key, version)
+
+    async def deploy(self, key: Key, deployment: str) -> Reply:
+        async with self._turn(key):
+            return await self._call(key, "deploy", key, deployment)
+
+    async def memory(self) -> list[Mapping[str, float]]:
+        """Of every shard that answers."""
+        found = await asyncio.gather(
+            *(asyncio.wrap_future(shard.memory.remote().future()) for shard in self._actors), return_exceptions=True
+        )
+        return [each for each in found if not isinstance(each, BaseException)]
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait or are being worked on."""
+        return self._waiting.total()
+
+    async def idle(self) -> None:
+        """Return once nothing is under way."""
+        while self._waiting.total():
+            await asyncio.sleep(0.05)
+
+    @asynccontextmanager
+    async def _turn(self, key: Key) -> AsyncIterator[None]:
+        """One at a time for each key, in the order of arrival."""
+        if self._waiting[key] >= self._most_waiting or self._waiting.total() >= self._most:
+            raise BusyError(max(1.0, self._seconds * self._waiting[key]))
+        self._waiting[key] += 1
+        lock = self._locks.setdefault(key, asyncio.Lock())
+        try:
+            async with lock:
+                yield
+        finally:
+            self._waiting[key] -= 1
+            if not self._waiting[key]:
+                del self._waiting[key]
+                self._locks.pop(key, None)
+
+    async def _call(self, key: Key, method: str, *args: Any, **kwargs: Any) -> Reply:
+        """Ask the key's shard, again while it comes back from the dead."""
+        ray = _ray()
+        shard = self._actors[key.shard(self.shards)]
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                reply: Reply = await asyncio.wrap_future(getattr(shard, method).remote(*args, **kwargs).future())
+            except (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnavailableError) as error:
+                self.restarts += 1
+                if time.monotonic() > deadline:
+                    return Reply("unavailable", detail=f"the shard of this site does not come back: {error}")
+                await asyncio.sleep(0.2)
+                continue
+            return reply
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise SettingError(NEEDS_SERVE) from error
+    return ray
+
+
+def _ray_options(address: str | None, shards: int) -> dict[str, Any]:
+    if address is not None:
+        return {"address": address, "log_to_driver": False}
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    return {
+        "num_cpus": max(shards, os.cpu_count() or 1),
+        "include_dashboard": False,
+        "log_to_driver": False,
+        "logging_level": "error",
+    }
