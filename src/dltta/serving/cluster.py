@@ -50,6 +50,7 @@ class Cluster:
         self._waiting: Counter[Key] = Counter()
         self._seconds = 0.5  # how long an answer takes, a running mean
         self.restarts = 0  # calls that found their shard dead
+        self.started = False
 
     def start(self) -> None:
         """Start or join Ray, make the shards, and wait until each has opened its models."""
@@ -60,6 +61,7 @@ class Cluster:
         options: dict[str, Any] = {"max_restarts": -1, "max_task_retries": 0, "num_cpus": 0, "max_concurrency": 1}
         self._actors = [actor.options(**options).remote(self.settings) for _ in range(self.shards)]
         ray.get([shard.ready.remote() for shard in self._actors])
+        self.started = True
 
     def stop(self) -> None:
         """Let every shard finish what it does and release its keys; then end a Ray that was started here."""
@@ -69,7 +71,7 @@ class Cluster:
                 ray.get(shard.close.remote(), timeout=60)
             except ray.exceptions.RayError:
                 continue  # it is dead: what it had answered is on the disk
-        self._actors = []
+        self._actors, self.started = [], False
         if self._address is None:
             ray.shutdown()
 

@@ -1,0 +1,293 @@
+"""The page: sites at a glance, and each site's stream along time. Server-rendered; nothing is loaded from elsewhere."""
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+from html import escape
+from importlib.resources import files
+from typing import Annotated
+from urllib.parse import urlencode
+
+from fastapi import FastAPI, Form, HTTPException, Query, Request
+from fastapi.responses import HTMLResponse, RedirectResponse, Response
+
+from dltta.quality.decision import Outcome
+from dltta.serving.access import Grant, Role
+from dltta.serving.charts import COLORS, line_chart
+from dltta.serving.http import Bearer, Service, change_mode, record, require
+from dltta.serving.journal import Fields
+from dltta.serving.views import RECENT, SiteView
+
+COOKIE = "dltta_token"
+_SECRET = secrets.token_bytes(32)  # of this process: forms of an earlier one are refused
+POLICY = "default-src 'none'; style-src 'self'; img-src 'self'; form-action 'self'; frame-ancestors 'none'"
+WORDS = {
+    Outcome.ACCEPTED: "adapted, and the adapted model predicts",
+    Outcome.IN_DISTRIBUTION: "looks like the source's images: the source model predicts",
+    Outcome.KEPT: "predicted without an update",
+    Outcome.ROLLED_BACK: "an update was undone",
+    Outcome.SOURCE: "the source model predicts",
+}
+
+
+def add_page(app: FastAPI) -> None:
+    """Routes of the page."""
+
+    @app.get("/page.css", include_in_schema=False)
+    async def style() -> Response:
+        return Response(files("dltta.serving").joinpath("page.css").read_text("utf-8"), media_type="text/css")
+
+    @app.get("/login", include_in_schema=False)
+    async def login(wrong: bool = False) -> HTMLResponse:
+        warning = '<p class="alarm" role="alert">This token is not known.</p>' if wrong else ""
+        form = (
+            '<form method="post" action="/login" class="inline"><label for="token">Token</label>'
+            '<input id="token" name="token" type="password" autocomplete="off" required>'
+            "<button>Enter</button></form>"
+        )
+        return _html("Enter", f"<h2>Enter</h2>{warning}{form}")
+
+    @app.post("/login", include_in_schema=False)
+    async def enter(request: Request, token: Annotated[str, Form()]) -> Response:
+        service: Service = request.app.state.service
+        if service.access.grant(token) is None:
+            return RedirectResponse("/login?wrong=true", 303)
+        response = RedirectResponse("/", 303)
+        secure = request.url.scheme == "https"
+        response.set_cookie(COOKIE, token, httponly=True, samesite="strict", secure=secure, max_age=12 * 3600)
+        return response
+
+    @app.get("/", include_in_schema=False)
+    async def home(request: Request) -> Response:
+        service, grant = _seen(request)
+        if grant is None:
+            return RedirectResponse("/login", 303)
+        require(grant, Role.READ)
+        views = [v for v in await asyncio.to_thread(service.views.sites) if grant.allows(Role.READ, v.key.site)]
+        return _html("Sites", _home(service, views), refresh=15)
+
+    @app.get("/site", include_in_schema=False)
+    async def site(request: Request, site: str, model: str | None = None) -> Response:
+        service, grant = _seen(request)
+        if grant is None:
+            return RedirectResponse("/login", 303)
+        require(grant, Role.READ, site)
+        view = await asyncio.to_thread(service.views.site, service.key(site, model))
+        if view is None:
+            raise HTTPException(404, "there is no such site")
+        admin = grant.allows(Role.ADMIN, site)
+        return _html(site, _site(service, view, _form_token(request) if admin else None), refresh=15)
+
+    @app.get("/preview", include_in_schema=False)
+    async def preview(
+        request: Request, grant: Bearer, site: str, number: Annotated[int, Query(ge=0)], model: str | None = None
+    ) -> Response:
+        service: Service = request.app.state.service
+        require(grant, Role.READ, site)
+        path = service.folders.folder(service.key(site, model)) / "previews" / f"{number:08d}.png"
+        if not path.is_file():
+            raise HTTPException(404, "there is no such picture any more")
+        return Response(path.read_bytes(), media_type="image/png")
+
+    @app.post("/site/change", include_in_schema=False)
+    async def change(
+        request: Request,
+        grant: Bearer,
+        site: Annotated[str, Form()],
+        model: Annotated[str, Form()],
+        what: Annotated[str, Form()],
+        form_token: Annotated[str, Form()],
+        version: Annotated[int | None, Form()] = None,
+        sure: Annotated[str | None, Form()] = None,
+    ) -> Response:
+        """Rollback and modes, from the page: admin, confirmed, from our own form."""
+        service: Service = request.app.state.service
+        require(grant, Role.ADMIN, site)
+        if not hmac.compare_digest(form_token, _form_token(request)):
+            raise HTTPException(403, "this form is too old; load the page again")
+        key = service.key(site, model)
+        record("change", by=grant.name, key=key.name, what=what, version=version)
+        if what == "rollback":
+            if sure is None or version is None:
+                raise HTTPException(422, "tick the box to confirm, and name a version")
+            reply = await service.cluster.roll_back(key, version)
+            if reply.line is None:
+                raise HTTPException(409, reply.detail or "this site has no stream")
+        elif what in ("live", "shadow", "pause", "continue"):
+            await change_mode(service, key, what)
+        else:
+            raise HTTPException(422, "unknown change")
+        return RedirectResponse(f"/site?{urlencode({'site': site, 'model': model})}", 303)
+
+
+def _seen(request: Request) -> tuple[Service, Grant | None]:
+    service: Service = request.app.state.service
+    return service, service.access.grant(request.cookies.get(COOKIE))
+
+
+def _form_token(request: Request) -> str:
+    """Only a page that was shown to this visitor has it."""
+    return hmac.new(_SECRET, request.cookies.get(COOKIE, "").encode(), hashlib.sha256).hexdigest()
+
+
+def _html(title: str, body: str, *, refresh: int | None = None) -> HTMLResponse:
+    again = "" if refresh is None else f'<meta http-equiv="refresh" content="{refresh}">'
+    page = (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'{again}<title>{escape(title)} – dltta</title><link rel="stylesheet" href="/page.css"></head>'
+        f'<body><header><h1><a href="/">dltta</a></h1><span class="soft">adapting models, site by site</span></header>'
+        f"<main>{body}</main></body></html>"
+    )
+    return HTMLResponse(page, headers={"Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer"})
+
+
+def _home(service: Service, views: list[SiteView]) -> str:
+    if not views:
+        return "<h2>Sites</h2><p>No image has arrived yet. Send one to <code>/v1/images</code>.</p>"
+    alarms = [view for view in views if view.alarm]
+    total = sum(len(view.cases) for view in views)
+    top = (
+        '<div class="cards">'
+        f'<div class="card"><span class="soft">sites</span><div class="big">{len(views)}</div></div>'
+        f'<div class="card"><span class="soft">images answered</span><div class="big">{total:,}</div></div>'
+        f'<div class="card"><span class="soft">waiting now</span><div class="big">{service.cluster.waiting}</div></div>'
+        f'<div class="card"><span class="soft">alarms</span><div class="big {"alarm" if alarms else "good"}">'
+        f"{len(alarms)}</div></div></div>"
+    )
+    ordered = sorted(views, key=lambda view: (view.alarm is None, view.key))
+    return f'{top}<h2>Sites</h2><div class="cards">{"".join(_card(service, view) for view in ordered)}</div>'
+
+
+def _card(service: Service, view: SiteView) -> str:
+    address = urlencode({"site": view.key.site, "model": view.key.model})
+    quality = "" if view.quality is None else f'<div>expected quality <span class="big">{view.quality:.2f}</span></div>'
+    alarm = "" if view.alarm is None else f'<div class="alarm">{escape(view.alarm)}</div>'
+    review = f'<span class="warn">{view.to_review} to review</span>' if view.to_review else "none to review"
+    return (
+        f'<a class="card" href="/site?{escape(address)}"><strong>{escape(view.key.site)}</strong>'
+        f'<span class="soft">{escape(view.key.model)}</span> <span class="badge">{_mode(service, view)}</span>{quality}'
+        f"<div>{len(view.cases):,} images, {review} of the latest {len(view.recent)}</div>{alarm}</a>"
+    )
+
+
+def _mode(service: Service, view: SiteView) -> str:
+    return "paused" if view.key in service.paused else escape(view.deployment)
+
+
+def _site(service: Service, view: SiteView, form_token: str | None) -> str:
+    recent = view.recent
+    colors = [COLORS.get(str(line.get("decision")), "var(--blue)") for line in recent]
+
+    def series(name: str) -> list[float | None]:
+        return [None if line.get(name) is None else float(line[name]) for line in recent]
+
+    charts = [
+        line_chart(
+            "Expected quality, with its 90 % interval",
+            series("quality"),
+            low=series("quality_low"),
+            high=series("quality_high"),
+            colors=colors,
+            span=(0.0, 1.0),
+        ),
+        line_chart("Learning rate", series("rate"), colors=colors),
+        line_chart("Discrepancy to similar earlier predictions", series("discrepancy"), colors=colors),
+        line_chart("Out-of-distribution score", series("ood_score"), colors=colors),
+    ]
+    legend = " ".join(
+        f'<span class="badge" style="color:inherit"><svg viewBox="0 0 8 8" width="8" height="8" '
+        f'style="display:inline;width:.6rem;border:0"><circle cx="4" cy="4" r="4" fill="{COLORS[str(outcome)]}"/></svg> '
+        f"{escape(str(outcome))}: {view.decisions.get(str(outcome), 0)}</span>"
+        for outcome in Outcome
+        if view.decisions.get(str(outcome), 0)
+    )
+    alarm = "" if view.alarm is None else f'<p class="alarm" role="alert">{escape(view.alarm)}</p>'
+    return (
+        f'<h2>{escape(view.key.site)} <span class="badge">{_mode(service, view)}</span></h2>'
+        f'<p class="soft">model {escape(view.key.model)}, {len(view.cases):,} images, version {view.version}</p>{alarm}'
+        f"{''.join(charts)}<p>{legend}</p><h2>Latest cases</h2>{_pictures(service, view)}{_cases(recent)}"
+        f"{_events(view)}{_controls(service, view, form_token) if form_token else ''}"
+    )
+
+
+def _pictures(service: Service, view: SiteView) -> str:
+    folder = service.folders.folder(view.key) / "previews"
+    shown = []
+    for line in reversed(view.recent):
+        number = int(line.get("sequence", 0))
+        if len(shown) < 4 and (folder / f"{number:08d}.png").is_file():
+            address = urlencode({"site": view.key.site, "model": view.key.model, "number": number})
+            words = f"Image {number}: as it came, source model's prediction, prediction given."
+            shown.append(
+                f'<figure><img loading="lazy" src="/preview?{escape(address)}" alt="{escape(words)}">'
+                f'<figcaption class="soft">{escape(words)} {escape(_reason(line))}</figcaption></figure>'
+            )
+    return "".join(shown)
+
+
+def _cases(recent: list[Fields]) -> str:
+    rows = "".join(
+        f'<tr><td class="number">{line.get("sequence", "")}</td><td>{escape(str(line.get("request", line["case"])))}</td>'
+        f"<td>{escape(_reason(line))}</td><td class=number>{_interval(line)}</td>"
+        f'<td>{"<span class=warn>review</span>" if line.get("review") else ""}</td></tr>'
+        for line in reversed(recent[-20:])
+    )
+    return (
+        '<div class="scroll"><table><thead><tr><th>#</th><th>request</th><th>what was decided, and why</th>'
+        f"<th>expected quality</th><th></th></tr></thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _reason(line: Fields) -> str:
+    """The decision in words."""
+    if line.get("repeats"):
+        return f"the same image as {line['repeats']}"
+    decision = line.get("decision")
+    words = WORDS.get(Outcome(decision), str(decision)) if decision in set(map(str, Outcome)) else "predicted"
+    return f"{words}: {line['detail']}" if line.get("detail") else words
+
+
+def _interval(line: Fields) -> str:
+    if line.get("quality") is None:
+        return "–"
+    low, high = line.get("quality_low"), line.get("quality_high")
+    bounds = "" if low is None or high is None else f" ({float(low):.2f}–{float(high):.2f})"
+    return f"{float(line['quality']):.2f}{bounds}"
+
+
+def _events(view: SiteView) -> str:
+    events = [line for line in view.lines if line.get("event") in ("rollback", "mode")]
+    if not events:
+        return ""
+    said = "".join(
+        f"<li>{'rolled back to version ' + str(e['to']) if e['event'] == 'rollback' else 'mode: ' + escape(str(e['deployment']))}</li>"
+        for e in events[-10:]
+    )
+    return f"<h2>Changes by hand</h2><ul>{said}</ul>"
+
+
+def _controls(service: Service, view: SiteView, form_token: str) -> str:
+    hidden = "".join(
+        f'<input type="hidden" name="{name}" value="{escape(value)}">'
+        for name, value in (("site", view.key.site), ("model", view.key.model), ("form_token", form_token))
+    )
+    paused = view.key in service.paused
+    other = "live" if view.deployment == "shadow" else "shadow"
+    buttons = (
+        f'<form method="post" action="/site/change" class="inline">{hidden}'
+        f'<button name="what" value="{other}">Switch to {other}</button>'
+        f'<button name="what" value="{"continue" if paused else "pause"}">{"Continue" if paused else "Pause"}</button></form>'
+    )
+    versions = range(view.oldest_version, view.version)
+    if not versions:
+        return f"<h2>Controls</h2>{buttons}"
+    options = "".join(f"<option>{number}</option>" for number in reversed(versions[-RECENT:]))
+    back = (
+        f'<form method="post" action="/site/change" class="inline">{hidden}<label for="version">Roll back to version'
+        f'</label><select id="version" name="version">{options}</select>'
+        '<label><input type="checkbox" name="sure" required> I am sure</label>'
+        '<button class="danger" name="what" value="rollback">Roll back</button></form>'
+    )
+    return f"<h2>Controls</h2>{buttons}{back}"

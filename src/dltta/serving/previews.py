@@ -1,0 +1,102 @@
+"""Pictures of a site's latest cases for the page: the image, the source model's prediction, and the one that was given.
+
+Costs one more pass of the source model for each request. They show patients, so they are private files, few, and go
+with the next ones; `--previews 0` keeps none.
+"""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dltta.data.formats.images import Image
+from dltta.data.inbox import read_incoming
+from dltta.errors import DlttaError
+from dltta.files import PRIVATE, PRIVATE_FOLDER, make_folder, write_atomically
+from dltta.models.io.opened import OpenedModel
+from dltta.models.predictions import probabilities
+from dltta.predictor import load
+from dltta.serving.journal import Fields, on_disk
+from dltta.serving.session import Request, Session, spooled
+
+LARGEST = 320  # pixels along the longer side
+COLORS = np.array([[0, 0, 0], [255, 127, 14], [31, 119, 180], [44, 160, 44], [214, 39, 40], [148, 103, 189]], np.float32)
+
+
+def keep_preview(folder: Path, opened: OpenedModel, session: Session, request: Request, line: Fields, most: int) -> None:
+    """Write the picture of a request that was answered, unless it is there; only the latest `most` stay."""
+    place = folder / "previews"
+    target = place / f"{int(line.get('sequence', 0)):08d}.png"
+    if opened.task != "segmentation" or target.is_file():
+        return
+    content = _picture(opened, session, request, line)
+    if content is None:
+        return
+    with on_disk(place):
+        make_folder(place, mode=PRIVATE_FOLDER)
+        write_atomically(target, content, mode=PRIVATE)
+        for old in sorted(place.glob("*.png"))[:-most]:
+            old.unlink(missing_ok=True)
+
+
+def _picture(opened: OpenedModel, session: Session, request: Request, line: Fields) -> bytes | None:
+    """The middle slice three times side by side: plain, before and after; None if it cannot be drawn."""
+    from PIL import Image as Picture
+
+    from dltta.data.formats.format import format_of
+
+    mask = session.mask(request.id)
+    if mask is None:
+        return None
+    try:
+        with spooled(session.spool, request) as case:
+            image = read_incoming(case)
+        loaded = load(opened, image, "")
+        middle = len(loaded.parts) // 2
+        part = loaded.parts[middle]
+        before = opened.labels(part.restore(_source(opened, part.image))).numpy()
+        after = np.asarray(format_of(mask).read_pixels(mask))
+    except DlttaError:
+        return None
+    plane = _plane(image, loaded.axis, middle)
+    if loaded.axis is not None:
+        after = np.take(after.reshape(image.array.shape[1:]), middle, axis=loaded.axis)
+    elif plane.ndim == 3 and before.ndim == 3:
+        before, after = before[..., before.shape[-1] // 2], after.reshape(image.array.shape[1:])[..., -1 + 1 + before.shape[-1] // 2]
+    after = after.reshape(plane.shape[:2])
+    tiles = [plane, _overlay(plane, before.reshape(plane.shape[:2])), _overlay(plane, after)]
+    picture = Picture.fromarray(np.concatenate(tiles, axis=1).astype(np.uint8))
+    picture.thumbnail((3 * LARGEST, LARGEST))
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@torch.no_grad()
+def _source(opened: OpenedModel, image: Tensor) -> Tensor:
+    """The source model's class probabilities, (classes, *network size)."""
+    device = next(opened.model.parameters()).device
+    x = image[None].to(device)
+    logits = opened.model(x) if opened.window is None else opened.window.slide(x, opened.model)
+    return probabilities(logits)[0].cpu()
+
+
+def _plane(image: Image, axis: int | None, position: int) -> NDArray[np.float32]:
+    """(H, W, 3) from 0 to 255."""
+    array = image.array
+    if array.ndim == 4:
+        chosen = (array.shape[-1] // 2, -1) if axis is None else (position, 1 + axis)
+        array = np.take(array, chosen[0], axis=chosen[1])
+    low, high = np.percentile(array, [1, 99])
+    scaled = np.clip((array - low) / max(high - low, 1e-6), 0, 1) * 255
+    channels = scaled if len(scaled) == 3 else np.repeat(scaled[:1], 3, axis=0)
+    return np.moveaxis(channels, 0, -1).astype(np.float32)
+
+
+def _overlay(plane: NDArray[np.float32], labels: NDArray[np.generic]) -> NDArray[np.float32]:
+    colors = COLORS[np.asarray(labels).astype(int) % len(COLORS)]
+    inside = (np.asarray(labels) > 0)[..., None]
+    return np.where(inside, 0.6 * plane + 0.4 * colors, plane).astype(np.float32)
