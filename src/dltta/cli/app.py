@@ -16,6 +16,7 @@ from dltta.cli.inspect import inspect
 from dltta.cli.options import FLAG, add_command, one_line
 from dltta.cli.report import report
 from dltta.cli.reproduce import reproduce
+from dltta.cli.serve import serve, token
 from dltta.cli.train import train
 from dltta.errors import DlttaError
 from dltta.models.allocator import keep_freed_memory
@@ -32,7 +33,7 @@ app = typer.Typer(
     "without labels, and chooses for each image how much.",
     epilog="`dltta COMMAND --help` explains a command and shows examples. Try `dltta demo` first.",
 )
-for command in (demo, train, inspect, adapt, evaluate, bench, reproduce, report):
+for command in (demo, train, inspect, adapt, evaluate, bench, reproduce, report, serve, token):
     add_command(app, command)
 app.add_typer(state.app, name="state")
 app.add_typer(data.app, name="data")

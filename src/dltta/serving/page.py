@@ -197,11 +197,10 @@ def _site(service: Service, view: SiteView, form_token: str | None) -> str:
         line_chart("Out-of-distribution score", series("ood_score"), colors=colors),
     ]
     legend = " ".join(
-        f'<span class="badge" style="color:inherit"><svg viewBox="0 0 8 8" width="8" height="8" '
-        f'style="display:inline;width:.6rem;border:0"><circle cx="4" cy="4" r="4" fill="{COLORS[str(outcome)]}"/></svg> '
-        f"{escape(str(outcome))}: {view.decisions.get(str(outcome), 0)}</span>"
+        f'<span class="badge"><span class="dot {escape(str(outcome))}" aria-hidden="true">●</span> '
+        f"{escape(str(outcome))}: {view.decisions[str(outcome)]}</span>"
         for outcome in Outcome
-        if view.decisions.get(str(outcome), 0)
+        if view.decisions[str(outcome)]
     )
     alarm = "" if view.alarm is None else f'<p class="alarm" role="alert">{escape(view.alarm)}</p>'
     return (

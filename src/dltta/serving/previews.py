@@ -23,7 +23,10 @@ from dltta.serving.journal import Fields, on_disk
 from dltta.serving.session import Request, Session, spooled
 
 LARGEST = 320  # pixels along the longer side
-COLORS = np.array([[0, 0, 0], [255, 127, 14], [31, 119, 180], [44, 160, 44], [214, 39, 40], [148, 103, 189]], np.float32)
+COLORS = np.array(  # of classes from the first one after background on
+    [[255, 127, 14], [31, 119, 180], [44, 160, 44], [214, 39, 40], [148, 103, 189], [227, 119, 194], [188, 189, 34],
+     [23, 190, 207], [140, 86, 75]], np.float32,
+)  # fmt: skip
 
 
 def keep_preview(folder: Path, opened: OpenedModel, session: Session, request: Request, line: Fields, most: int) -> None:
@@ -62,12 +65,13 @@ def _picture(opened: OpenedModel, session: Session, request: Request, line: Fiel
     except DlttaError:
         return None
     plane = _plane(image, loaded.axis, middle)
-    if loaded.axis is not None:
-        after = np.take(after.reshape(image.array.shape[1:]), middle, axis=loaded.axis)
-    elif plane.ndim == 3 and before.ndim == 3:
-        before, after = before[..., before.shape[-1] // 2], after.reshape(image.array.shape[1:])[..., -1 + 1 + before.shape[-1] // 2]
-    after = after.reshape(plane.shape[:2])
-    tiles = [plane, _overlay(plane, before.reshape(plane.shape[:2])), _overlay(plane, after)]
+    after = after.reshape(image.array.shape[1:])
+    if after.ndim == 3:  # a volume: the slice that is drawn
+        axis = -1 if loaded.axis is None else loaded.axis
+        after = np.take(after, _position(image, loaded.axis, middle), axis)
+    if before.ndim == 3:
+        before = np.take(before, _position(image, None, middle), -1)
+    tiles = [plane, _overlay(plane, before), _overlay(plane, after)]
     picture = Picture.fromarray(np.concatenate(tiles, axis=1).astype(np.uint8))
     picture.thumbnail((3 * LARGEST, LARGEST))
     buffer = io.BytesIO()
@@ -88,15 +92,19 @@ def _plane(image: Image, axis: int | None, position: int) -> NDArray[np.float32]
     """(H, W, 3) from 0 to 255."""
     array = image.array
     if array.ndim == 4:
-        chosen = (array.shape[-1] // 2, -1) if axis is None else (position, 1 + axis)
-        array = np.take(array, chosen[0], axis=chosen[1])
+        array = np.take(array, _position(image, axis, position), -1 if axis is None else 1 + axis)
     low, high = np.percentile(array, [1, 99])
     scaled = np.clip((array - low) / max(high - low, 1e-6), 0, 1) * 255
     channels = scaled if len(scaled) == 3 else np.repeat(scaled[:1], 3, axis=0)
     return np.moveaxis(channels, 0, -1).astype(np.float32)
 
 
+def _position(image: Image, axis: int | None, middle: int) -> int:
+    """Which slice of a volume is drawn: the one in the middle."""
+    return image.array.shape[-1] // 2 if axis is None else middle
+
+
 def _overlay(plane: NDArray[np.float32], labels: NDArray[np.generic]) -> NDArray[np.float32]:
-    colors = COLORS[np.asarray(labels).astype(int) % len(COLORS)]
+    colors = COLORS[(np.asarray(labels).astype(int) - 1) % len(COLORS)]
     inside = (np.asarray(labels) > 0)[..., None]
     return np.where(inside, 0.6 * plane + 0.4 * colors, plane).astype(np.float32)

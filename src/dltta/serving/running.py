@@ -1,0 +1,113 @@
+"""Starts the service: Ray, the shards, HTTP; and stops it without losing a request."""
+
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dltta.errors import SettingError
+from dltta.files import PRIVATE_FOLDER, make_folder
+from dltta.models.io.opening import ModelSource
+from dltta.serving.access import Access
+from dltta.serving.cluster import NEEDS_SERVE, Cluster
+from dltta.serving.journal import on_disk
+from dltta.serving.settings import StreamSettings
+from dltta.serving.shard import ShardSettings
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What `dltta serve` was asked for."""
+
+    root: Path
+    models: Mapping[str, ModelSource]
+    stream: StreamSettings
+    access: Access
+    host: str = "127.0.0.1"
+    port: int = 8000
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    shards: int | None = None
+    live: int = 4
+    queue: int = 16
+    max_sites: int = 10_000
+    max_bytes: int = 256 << 20
+    previews: int = 8
+    threads: int | None = None
+    address: str | None = None
+    device: str = "cpu"
+
+    def cluster(self) -> Cluster:
+        cores = os.cpu_count() or 1
+        shards = cores if self.shards is None else self.shards
+        if min(shards, self.live, self.queue) < 1:
+            raise SettingError("--shards, --live and --queue must be at least 1")
+        threads = max(1, cores // shards) if self.threads is None else self.threads
+        settings = ShardSettings(
+            self.root.resolve(), self.models, self.stream, self.live, threads, self.device, self.previews
+        )
+        return Cluster(settings, shards=shards, waiting=self.queue, address=self.address)
+
+
+def run_service(serving: Serving, say: Callable[[str], None]) -> None:
+    """Until Ctrl-C or SIGTERM; then finish what is under way, flush, release."""
+    try:
+        import uvicorn
+
+        from dltta.serving.http import Limits, make_app
+    except ImportError as error:
+        raise SettingError(NEEDS_SERVE) from error
+    cluster = serving.cluster()
+    with on_disk(serving.root):
+        make_folder(serving.root, mode=PRIVATE_FOLDER)
+    for source in serving.models.values():  # what is wrong with a model is said before anything starts
+        source.open()
+    listener = _listen(serving.host, serving.port)
+    try:
+        cluster.start()
+        limits = Limits(serving.max_bytes, keys=serving.max_sites)
+        app = make_app(cluster, serving.access, limits=limits)
+        _log_to_stderr()
+        scheme = "http" if serving.tls_cert is None else "https"
+        host = f"[{serving.host}]" if ":" in serving.host else serving.host
+        say(f"dltta serves {', '.join(serving.models)} at {scheme}://{host}:{listener.getsockname()[1]}")
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=120,
+            ssl_certfile=None if serving.tls_cert is None else str(serving.tls_cert),
+            ssl_keyfile=None if serving.tls_key is None else str(serving.tls_key),
+        )
+        uvicorn.Server(config).run(sockets=[listener])
+    finally:
+        listener.close()
+        if cluster.started:
+            cluster.stop()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A bound socket; one line if the port is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise SettingError(f"cannot listen on {host}:{port} ({error.strerror or error}); choose another --port") from error
+    return listener
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger = logging.getLogger("dltta.service")
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
