@@ -136,10 +136,10 @@ class Shard:
             self._evict(next(iter(self._sessions)))
 
     def memory(self) -> dict[str, float]:
-        """Sessions in memory, and the resident size of this process in bytes."""
+        """Sessions in memory, the resident size of this process in bytes, and its number."""
         with Path("/proc/self/statm").open() as file:
             pages = int(file.read().split()[1])
-        return {"live": len(self._sessions), "resident": pages * os.sysconf("SC_PAGE_SIZE")}
+        return {"live": len(self._sessions), "resident": pages * os.sysconf("SC_PAGE_SIZE"), "pid": os.getpid()}
 
     def _session(self, key: Key) -> Session:
         """The key's session, opened if it is not in memory; the one that rested longest goes."""
