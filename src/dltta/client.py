@@ -113,7 +113,9 @@ def _multipart(fields: Mapping[str, str], filename: str, content: bytes) -> tupl
         for name, value in fields.items()
     ]
     head = f'--{boundary}\r\nContent-Disposition: form-data; name="image"; filename="{safe}"\r\n\r\n'.encode()
-    return b"".join([*parts, head, content, f"\r\n--{boundary}--\r\n".encode()]), f"multipart/form-data; boundary={boundary}"
+    return b"".join(
+        [*parts, head, content, f"\r\n--{boundary}--\r\n".encode()]
+    ), f"multipart/form-data; boundary={boundary}"
 
 
 def _detail(body: bytes) -> str:

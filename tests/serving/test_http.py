@@ -15,14 +15,14 @@ pytest.importorskip("fastapi", reason="the service is not installed: pip install
 pytest.importorskip("prometheus_client", reason="the service is not installed: pip install 'dltta[serve]'")
 pytest.importorskip("httpx", reason="httpx drives the service in tests")
 
-from starlette.testclient import TestClient  # noqa: E402
+from starlette.testclient import TestClient
 
-import streams  # noqa: E402
-from dltta.models.io.opening import ModelSource  # noqa: E402
-from dltta.serving.access import Access, Grant, Role, new_token  # noqa: E402
-from dltta.serving.cluster import Cluster  # noqa: E402
-from dltta.serving.http import Limits, make_app  # noqa: E402
-from dltta.serving.shard import Shard, ShardSettings  # noqa: E402
+import streams
+from dltta.models.io.opening import ModelSource
+from dltta.serving.access import Access, Grant, Role, new_token
+from dltta.serving.cluster import Cluster
+from dltta.serving.http import Limits, make_app
+from dltta.serving.shard import Shard, ShardSettings
 
 ADMIN, SUBMIT, READ, OTHER = "admin-token", "submit-token", "read-token", "other-token"
 

@@ -31,7 +31,9 @@ class Listening:
     ] = None
     insecure: Annotated[
         bool,
-        typer.Option("--insecure", metavar=FLAG, help="Serve anybody who can reach it; only on the loopback interface."),
+        typer.Option(
+            "--insecure", metavar=FLAG, help="Serve anybody who can reach it; only on the loopback interface."
+        ),
     ] = False
     tls_cert: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Certificate chain (PEM) for HTTPS.", show_default="plain HTTP")
@@ -47,7 +49,9 @@ class Listening:
         if self.tokens is not None:
             return Access.from_file(self.tokens)
         if not self.insecure:
-            raise SettingError("give --tokens FILE (dltta token makes one), or --insecure to serve anybody on this machine")
+            raise SettingError(
+                "give --tokens FILE (dltta token makes one), or --insecure to serve anybody on this machine"
+            )
         if self.host not in LOOPBACK:
             raise SettingError(f"--insecure serves loopback only, not {self.host}; give --tokens FILE")
         return Access(None)
@@ -89,9 +93,7 @@ def serve(
         list[str],
         typer.Option("-m", "--model", metavar="[NAME=]MODEL", help=f"{MODEL_HELP} Several times for several models."),
     ],
-    output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="STATE", help="Where every site's stream is kept.")
-    ],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="STATE", help="Where every site's stream is kept.")],
     listening: Listening,
     capacity: Capacity,
     adapting: Adapting,

@@ -44,7 +44,9 @@ class Incoming:
     kind: str  # of its format: png, tiff, nifti, dicom, ...
     modified: float  # when its newest file was last written, seconds since 1970
     problem: str | None = None  # why it cannot be read, in one sentence
-    note: Mapping[str, Any] = field(default_factory=dict, hash=False)  # what its line in the log says besides, such as a request
+    note: Mapping[str, Any] = field(
+        default_factory=dict, hash=False
+    )  # what its line in the log says besides, such as a request
 
 
 @dataclass(frozen=True)

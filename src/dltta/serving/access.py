@@ -1,10 +1,10 @@
 """Who may do what? Tokens from a file, which holds only their hashes.
 
-    [[token]]
-    name = "scanner 3"                 # for the log
-    sha256 = "9f86d0…"                 # of the token: `dltta token` makes one
-    role = "submit"                    # read, submit (and read), admin (everything)
-    sites = ["hospital-a/*"]           # patterns of site names; "*" for all
+[[token]]
+name = "scanner 3"                 # for the log
+sha256 = "9f86d0…"                 # of the token: `dltta token` makes one
+role = "submit"                    # read, submit (and read), admin (everything)
+sites = ["hospital-a/*"]           # patterns of site names; "*" for all
 """
 
 import hashlib

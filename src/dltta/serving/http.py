@@ -151,9 +151,7 @@ def _service(request: Request) -> Service:
     return found
 
 
-def bearer(
-    request: Request, authorization: Annotated[str | None, Header(description="Bearer TOKEN")] = None
-) -> Grant:
+def bearer(request: Request, authorization: Annotated[str | None, Header(description="Bearer TOKEN")] = None) -> Grant:
     """The grant of the token in the header, or of the page's cookie."""
     service = _service(request)
     scheme, _, token = (authorization or "").partition(" ")
@@ -364,7 +362,11 @@ def _watching(app: FastAPI) -> None:
 
     @app.get("/v1/stream")
     async def stream(
-        request: Request, grant: Bearer, site: Site, model: Model = None, latest: Annotated[int, Query(ge=1, le=1000)] = 100
+        request: Request,
+        grant: Bearer,
+        site: Site,
+        model: Model = None,
+        latest: Annotated[int, Query(ge=1, le=1000)] = 100,
     ) -> list[dict[str, Any]]:
         """The latest answers of a site, oldest first."""
         service = _service(request)
@@ -386,9 +388,12 @@ def _watching(app: FastAPI) -> None:
 
     @app.post("/v1/mode")
     async def mode(
-        request: Request, grant: Bearer, site: Site, mode: Annotated[str, Query(pattern="^(live|shadow|pause|continue)$")],
+        request: Request,
+        grant: Bearer,
+        site: Site,
+        mode: Annotated[str, Query(pattern="^(live|shadow|pause|continue)$")],
         model: Model = None,
-    ) -> Response:  # fmt: skip
+    ) -> Response:
         """live: adapted predictions; shadow: adapt, but the source model predicts; pause, continue (admin)."""
         service = _service(request)
         require(grant, Role.ADMIN, site)

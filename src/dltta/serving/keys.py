@@ -10,7 +10,6 @@ STATE/
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -76,7 +75,7 @@ class KeyFolders:
 
     def count(self) -> int:
         try:
-            return len(os.listdir(self.root / "keys"))
+            return sum(1 for _ in (self.root / "keys").iterdir())
         except FileNotFoundError:
             return 0
 

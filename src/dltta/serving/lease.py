@@ -55,7 +55,7 @@ class Lease:
             return token
 
     def _numbers(self) -> list[int]:
-        found = (re.fullmatch(r"(\d{6,})\.json", name) for name in os.listdir(self.folder))
+        found = (re.fullmatch(r"(\d{6,})\.json", path.name) for path in self.folder.iterdir())
         return sorted(int(match[1]) for match in found if match)
 
 

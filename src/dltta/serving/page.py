@@ -213,7 +213,7 @@ def _site(service: Service, view: SiteView, form_token: str | None) -> str:
 
 def _pictures(service: Service, view: SiteView) -> str:
     folder = service.folders.folder(view.key) / "previews"
-    shown = []
+    shown: list[str] = []
     for line in reversed(view.recent):
         number = int(line.get("sequence", 0))
         if len(shown) < 4 and (folder / f"{number:08d}.png").is_file():
@@ -228,9 +228,10 @@ def _pictures(service: Service, view: SiteView) -> str:
 
 def _cases(recent: list[Fields]) -> str:
     rows = "".join(
-        f'<tr><td class="number">{line.get("sequence", "")}</td><td>{escape(str(line.get("request", line["case"])))}</td>'
+        f'<tr><td class="number">{line.get("sequence", "")}</td>'
+        f"<td>{escape(str(line.get('request', line['case'])))}</td>"
         f"<td>{escape(_reason(line))}</td><td class=number>{_interval(line)}</td>"
-        f'<td>{"<span class=warn>review</span>" if line.get("review") else ""}</td></tr>'
+        f"<td>{'<span class=warn>review</span>' if line.get('review') else ''}</td></tr>"
         for line in reversed(recent[-20:])
     )
     return (
@@ -260,11 +261,12 @@ def _events(view: SiteView) -> str:
     events = [line for line in view.lines if line.get("event") in ("rollback", "mode")]
     if not events:
         return ""
-    said = "".join(
-        f"<li>{'rolled back to version ' + str(e['to']) if e['event'] == 'rollback' else 'mode: ' + escape(str(e['deployment']))}</li>"
-        for e in events[-10:]
-    )
+    said = "".join(f"<li>{escape(_event(line))}</li>" for line in events[-10:])
     return f"<h2>Changes by hand</h2><ul>{said}</ul>"
+
+
+def _event(line: Fields) -> str:
+    return f"rolled back to version {line['to']}" if line["event"] == "rollback" else f"mode: {line['deployment']}"
 
 
 def _controls(service: Service, view: SiteView, form_token: str) -> str:
@@ -277,7 +279,8 @@ def _controls(service: Service, view: SiteView, form_token: str) -> str:
     buttons = (
         f'<form method="post" action="/site/change" class="inline">{hidden}'
         f'<button name="what" value="{other}">Switch to {other}</button>'
-        f'<button name="what" value="{"continue" if paused else "pause"}">{"Continue" if paused else "Pause"}</button></form>'
+        f'<button name="what" value="{"continue" if paused else "pause"}">{"Continue" if paused else "Pause"}</button>'
+        "</form>"
     )
     versions = range(view.oldest_version, view.version)
     if not versions:

@@ -29,7 +29,9 @@ COLORS = np.array(  # of classes from the first one after background on
 )  # fmt: skip
 
 
-def keep_preview(folder: Path, opened: OpenedModel, session: Session, request: Request, line: Fields, most: int) -> None:
+def keep_preview(
+    folder: Path, opened: OpenedModel, session: Session, request: Request, line: Fields, most: int
+) -> None:
     """Write the picture of a request that was answered, unless it is there; only the latest `most` stay."""
     place = folder / "previews"
     target = place / f"{int(line.get('sequence', 0)):08d}.png"

@@ -100,7 +100,9 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise SettingError(f"cannot listen on {host}:{port} ({error.strerror or error}); choose another --port") from error
+        raise SettingError(
+            f"cannot listen on {host}:{port} ({error.strerror or error}); choose another --port"
+        ) from error
     return listener
 
 

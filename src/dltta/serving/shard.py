@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from dltta.errors import DataError, DlttaError, InputError, NonFiniteError, SettingError, StateError
 from dltta.models.io.opened import OpenedModel
@@ -151,7 +151,11 @@ class Shard:
         folder = self.folders.begin(key)
         lease = Lease(folder, self._owner)
         session = Session(
-            self._model(key.model), self.folders.stream(key), self.settings.stream, spool=self.folders.spool, lease=lease
+            self._model(key.model),
+            self.folders.stream(key),
+            self.settings.stream,
+            spool=self.folders.spool,
+            lease=lease,
         )
         self._sessions[key] = session.__enter__()
         return session

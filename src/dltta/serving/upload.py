@@ -1,4 +1,4 @@
-"""1 images. Bytes that came over the network, as files in a folder; an archive cannot write outside it or fill the disk."""
+"""1 images. Bytes from the network as files in a folder; an archive cannot write outside it or fill the disk."""
 
 import io
 import zipfile
