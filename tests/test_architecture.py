@@ -18,7 +18,7 @@ RANKS = [
     {"quality", "training"},
     {"config", "predictor"},
     {"evaluation", "serving"},
-    {"cli", "testing"},
+    {"cli", "client", "testing"},
 ]
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names} | dict.fromkeys(GROUND, -1)
 MODULES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT or path.stem not in DOORS)

@@ -21,7 +21,8 @@ import streams
 from dltta.models.io.opening import ModelSource
 from dltta.serving.access import Access, Grant, Role, new_token
 from dltta.serving.cluster import Cluster
-from dltta.serving.http import Limits, make_app
+from dltta.serving.http import make_app
+from dltta.serving.service import Limits
 from dltta.serving.shard import Shard, ShardSettings
 
 ADMIN, SUBMIT, READ, OTHER = "admin-token", "submit-token", "read-token", "other-token"

@@ -102,14 +102,13 @@ def serve(
 ) -> None:
     """Serve adapted predictions over HTTP: every site has its own adapting copy, memory and log.
 
-    Images are posted with a site and a request id; a request that is sent again is answered from the log. The same
+    Images are posted with a site and a request id; one that is sent again gets the same reply from the log. The same
     address shows a page with all sites. Stop with Ctrl-C or SIGTERM: what is under way is finished first.
 
     Examples:
         dltta serve -m models/a -o state --insecure
-        dltta token --name "scanner 3" --role submit --site "st-mary/*" >> tokens.toml
-        dltta serve -m models/a -o state --tokens tokens.toml --host 0.0.0.0 --tls-cert cert.pem --tls-key key.pem
-        curl -F image=@scan.png -F site=st-mary/3 -F request=0001 http://127.0.0.1:8000/v1/images
+        dltta serve -m models/a -o state --tokens tokens.toml --port 8443
+        dltta serve -m oct=models/a -m mri=models/b -o state --insecure
     """
     access = listening.access()
     sources = _models(model, own, split_size(adapting.patch))
@@ -153,8 +152,8 @@ def token(
     The table holds only a hash. Append it to the file that `dltta serve --tokens` reads.
 
     Examples:
-        dltta token --name "scanner 3" --role submit --site "st-mary/*" >> tokens.toml
-        dltta token --name "night shift" --role admin >> tokens.toml
+        dltta token --name scanner-3 --site 'st-mary/*' >> tokens.toml
+        dltta token --name night-shift --role admin >> tokens.toml
     """
     from dltta.serving.access import new_token
 

@@ -22,7 +22,7 @@ def line_chart(
     colors: Sequence[str] | None = None,
     span: tuple[float, float] | None = None,
 ) -> str:
-    """A line with dots, a band where bounds are known; `span` fixes the axis. A sentence if there is nothing to draw."""
+    """A line with dots, a band where bounds are known; `span` fixes the axis. A sentence if nothing can be drawn."""
     known = [value for series in (values, low or (), high or ()) for value in series if value is not None]
     if not known:
         return f'<p class="soft">{escape(title)}: not recorded by this method.</p>'

@@ -4,106 +4,40 @@ Everything that identifies a patient stays out of log and metrics: requests are 
 """
 
 import asyncio
-import hashlib
-import json
-import logging
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Header, HTTPException, Query, Request, Response
+from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi.responses import JSONResponse
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import generate_latest
 from starlette.datastructures import UploadFile
 
 from dltta.errors import SettingError
-from dltta.serving.access import Access, Grant, Role
+from dltta.serving.access import Access, Role
 from dltta.serving.cluster import BusyError, Cluster
-from dltta.serving.journal import Fields
 from dltta.serving.keys import Key, KeyFolders
+from dltta.serving.page import add_page
+from dltta.serving.service import (
+    CODES,
+    Asked,
+    Bearer,
+    Limits,
+    Metrics,
+    Model,
+    Service,
+    Site,
+    change_mode,
+    record,
+    require,
+    respond_event,
+    service_of,
+    shown,
+)
 from dltta.serving.session import Request as ImageRequest
 from dltta.serving.shard import Reply
 from dltta.serving.views import Views
 from dltta.version import __version__
-
-LOG = logging.getLogger("dltta.service")
-CODES = {"refused": 422, "conflict": 409, "unavailable": 503, "unknown": 404}
-# of a line of the log, what an answer says
-SHOWN = (
-    "request", "sequence", "case", "decision", "reason", "detail", "quality", "quality_low", "quality_high", "review",
-    "loss", "discrepancy", "rate", "seconds", "state", "repeats", "prediction", "probabilities", "change",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one request may take."""
-
-    bytes: int = 256 << 20  # of an image
-    seconds: float = 60.0  # for its bytes to arrive
-    keys: int = 10_000  # sites of all models together
-
-
-@dataclass
-class Service:
-    """What the routes share."""
-
-    cluster: Cluster
-    access: Access
-    folders: KeyFolders
-    limits: Limits
-    default_model: str
-    views: Views
-    metrics: "Metrics"
-    paused: set[Key] = field(default_factory=set)
-    stopping: bool = False
-    pending: dict[tuple[Key, str], asyncio.Task[Reply]] = field(default_factory=dict)
-
-    def key(self, site: str, model: str | None) -> Key:
-        chosen = model or self.default_model
-        if chosen not in self.cluster.settings.models:
-            known = ", ".join(self.cluster.settings.models)
-            raise HTTPException(404, f"there is no model {chosen[:80]!r}; there are {known}")
-        try:
-            return Key(chosen, site)
-        except SettingError as error:
-            raise HTTPException(422, str(error)) from error
-
-    async def answer(self, key: Key, request: ImageRequest) -> Reply:
-        started = time.perf_counter()
-        reply = await self.cluster.answer(key, request)
-        self.metrics.answered(reply, time.perf_counter() - started)
-        record("request", key=key.name, request=_hash(request.id), status=reply.status, seconds=round(reply.seconds, 4))
-        return reply
-
-
-class Metrics:
-    """For Prometheus; a registry of its own, so that two services in one process do not meet."""
-
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        given: dict[str, Any] = {"registry": self.registry}
-        self._requests = Counter("dltta_requests", "Requests by what became of them", ["status"], **given)
-        self._seconds = Histogram("dltta_request_seconds", "Time from arrival to answer, waiting included", **given)
-        self._decisions = Counter("dltta_decisions", "Predictions by decision", ["decision"], **given)
-        self._review = Counter("dltta_reviews", "Predictions that should be reviewed", **given)
-        self.waiting = Gauge("dltta_waiting", "Requests that wait or are worked on", **given)
-        self.sites = Gauge("dltta_sites", "Sites with a stream", **given)
-        self.restarts = Gauge("dltta_shard_restarts", "Calls that found their shard dead", **given)
-        self.resident = Gauge("dltta_shard_resident_bytes", "Memory of each shard", ["shard"], **given)
-
-    def answered(self, reply: Reply, seconds: float) -> None:
-        self._requests.labels(reply.status).inc()
-        self._seconds.observe(seconds)
-        if reply.line is not None and reply.line.get("decision"):
-            self._decisions.labels(str(reply.line["decision"])).inc()
-        if reply.line is not None and reply.line.get("review"):
-            self._review.inc()
-
-    def refused(self, status: str) -> None:
-        self._requests.labels(status).inc()
 
 
 def make_app(cluster: Cluster, access: Access, *, limits: Limits | None = None) -> FastAPI:
@@ -137,43 +71,8 @@ def make_app(cluster: Cluster, access: Access, *, limits: Limits | None = None) 
     app.middleware("http")(_limit(service))
     _routes(app)
     _watching(app)
-    from dltta.serving.page import add_page
-
     add_page(app)
     return app
-
-
-# who asks
-
-
-def _service(request: Request) -> Service:
-    found: Service = request.app.state.service
-    return found
-
-
-def bearer(request: Request, authorization: Annotated[str | None, Header(description="Bearer TOKEN")] = None) -> Grant:
-    """The grant of the token in the header, or of the page's cookie."""
-    service = _service(request)
-    scheme, _, token = (authorization or "").partition(" ")
-    given = token.strip() if scheme.lower() == "bearer" else request.cookies.get("dltta_token")
-    grant = service.access.grant(given)
-    if grant is None:
-        service.metrics.refused("unauthorized")
-        raise HTTPException(401, "give a token: Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"})
-    return grant
-
-
-Bearer = Annotated[Grant, Depends(bearer)]
-Site = Annotated[str, Query(description="Any text: hospital/scanner/protocol", examples=["st-mary/scanner-3"])]
-Model = Annotated[str | None, Query(description="A name that the service was started with; the first one unless given")]
-Asked = Annotated[str, Query(alias="request", description="The id under which the image was sent")]
-
-
-def require(grant: Grant, role: Role, site: str | None = None) -> None:
-    """Raise unless the token allows it."""
-    if not grant.allows(role, site):
-        place = "" if site is None else " at this site"
-        raise HTTPException(403, f"this token may not {role.name.lower()}{place}")
 
 
 # answering
@@ -197,7 +96,7 @@ def _routes(app: FastAPI) -> None:
 
         `model` names one of the service's models, `wait=false` answers 202 at once.
         """
-        service = _service(request)
+        service = service_of(request)
         fields, filename, content = await _form(request, service.limits)
         site = fields.get("site", "")
         require(grant, Role.SUBMIT, site)
@@ -219,7 +118,7 @@ def _routes(app: FastAPI) -> None:
     @app.get("/v1/answers", responses={200: {"content": {"application/json": {"example": EXAMPLE}}}})
     async def answer(request: Request, grant: Bearer, site: Site, asked: Asked, model: Model = None) -> Response:
         """The answer to an earlier request; 202 while it is being worked on."""
-        service = _service(request)
+        service = service_of(request)
         require(grant, Role.READ, site)
         key = service.key(site, model)
         task = service.pending.get((key, asked))
@@ -233,7 +132,7 @@ def _routes(app: FastAPI) -> None:
     @app.get("/v1/masks", response_class=Response)
     async def mask(request: Request, grant: Bearer, site: Site, asked: Asked, model: Model = None) -> Response:
         """The mask of an earlier request, in the format of its image."""
-        service = _service(request)
+        service = service_of(request)
         require(grant, Role.READ, site)
         reply = await service.cluster.result(service.key(site, model), asked, mask=True)
         if reply.mask is None:
@@ -259,11 +158,6 @@ async def _respond(service: Service, coming: Awaitable[Reply]) -> Response:
     if reply.line is None:
         raise HTTPException(CODES[reply.status], reply.detail or "there is no such request at this site")
     return JSONResponse({"status": reply.status, **shown(reply.line)})
-
-
-def shown(line: Mapping[str, Any]) -> Fields:
-    """What an answer says of a line of the log."""
-    return {name: line[name] for name in SHOWN if name in line}
 
 
 async def _form(request: Request, limits: Limits) -> tuple[dict[str, str], str, bytes]:
@@ -322,7 +216,7 @@ def _watching(app: FastAPI) -> None:
     @app.get("/readyz")
     async def ready(request: Request) -> Response:
         """Whether every shard answers, so that requests can be sent."""
-        service = _service(request)
+        service = service_of(request)
         alive = await service.cluster.memory()
         good = len(alive) == service.cluster.shards and not service.stopping
         return JSONResponse({"ready": good, "shards": len(alive)}, 200 if good else 503)
@@ -330,7 +224,7 @@ def _watching(app: FastAPI) -> None:
     @app.get("/metrics")
     async def metrics(request: Request, grant: Bearer) -> Response:
         """For Prometheus."""
-        service = _service(request)
+        service = service_of(request)
         require(grant, Role.READ)
         service.metrics.waiting.set(service.cluster.waiting)
         service.metrics.sites.set(service.folders.count())
@@ -342,7 +236,7 @@ def _watching(app: FastAPI) -> None:
     @app.get("/v1/sites")
     async def sites(request: Request, grant: Bearer) -> list[dict[str, Any]]:
         """Every site that the token may see: traffic, quality, alarms."""
-        service = _service(request)
+        service = service_of(request)
         require(grant, Role.READ)
         views = await asyncio.to_thread(service.views.sites)
         return [
@@ -369,7 +263,7 @@ def _watching(app: FastAPI) -> None:
         latest: Annotated[int, Query(ge=1, le=1000)] = 100,
     ) -> list[dict[str, Any]]:
         """The latest answers of a site, oldest first."""
-        service = _service(request)
+        service = service_of(request)
         require(grant, Role.READ, site)
         view = await asyncio.to_thread(service.views.site, service.key(site, model))
         if view is None:
@@ -381,10 +275,10 @@ def _watching(app: FastAPI) -> None:
         request: Request, grant: Bearer, site: Site, version: Annotated[int, Query(ge=0)], model: Model = None
     ) -> Response:
         """Continue from an older version of what was learned (admin); logged."""
-        service = _service(request)
+        service = service_of(request)
         require(grant, Role.ADMIN, site)
         record("rollback", by=grant.name, key=service.key(site, model).name, version=version)
-        return await _respond_event(service.cluster.roll_back(service.key(site, model), version))
+        return await respond_event(service.cluster.roll_back(service.key(site, model), version))
 
     @app.post("/v1/mode")
     async def mode(
@@ -395,38 +289,11 @@ def _watching(app: FastAPI) -> None:
         model: Model = None,
     ) -> Response:
         """live: adapted predictions; shadow: adapt, but the source model predicts; pause, continue (admin)."""
-        service = _service(request)
+        service = service_of(request)
         require(grant, Role.ADMIN, site)
         key = service.key(site, model)
         record("mode", by=grant.name, key=key.name, mode=mode)
         return await change_mode(service, key, mode)
-
-
-async def change_mode(service: Service, key: Key, mode: str) -> Response:
-    """Pausing lasts until the service stops; live and shadow are in the site's log."""
-    if mode in ("pause", "continue"):
-        (service.paused.add if mode == "pause" else service.paused.discard)(key)
-        return JSONResponse({"event": mode})
-    return await _respond_event(service.cluster.deploy(key, mode))
-
-
-async def _respond_event(coming: Awaitable[Reply]) -> Response:
-    try:
-        reply = await coming
-    except BusyError as error:
-        raise HTTPException(429, str(error), {"Retry-After": f"{error.after:.0f}"}) from error
-    if reply.line is None:
-        raise HTTPException(CODES[reply.status], reply.detail or "there is no such site")
-    return JSONResponse(reply.line)
-
-
-def record(event: str, **fields: Any) -> None:
-    """A line of the service's own log: JSON, no names of patients, images or sites."""
-    LOG.info(json.dumps({"time": round(time.time(), 3), "event": event, **fields}))
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 EXAMPLE = {

@@ -15,8 +15,8 @@ from fastapi.responses import HTMLResponse, RedirectResponse, Response
 from dltta.quality.decision import Outcome
 from dltta.serving.access import Grant, Role
 from dltta.serving.charts import COLORS, line_chart
-from dltta.serving.http import Bearer, Service, change_mode, record, require
 from dltta.serving.journal import Fields
+from dltta.serving.service import Bearer, Service, change_mode, record, require
 from dltta.serving.views import RECENT, SiteView
 
 COOKIE = "dltta_token"

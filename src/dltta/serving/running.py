@@ -57,7 +57,8 @@ def run_service(serving: Serving, say: Callable[[str], None]) -> None:
     try:
         import uvicorn
 
-        from dltta.serving.http import Limits, make_app
+        from dltta.serving.http import make_app
+        from dltta.serving.service import Limits
     except ImportError as error:
         raise SettingError(NEEDS_SERVE) from error
     cluster = serving.cluster()
