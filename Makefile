@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help setup test test-fast test-slow lint format demo bench-speed bench-adapt bench-harm clean
+.PHONY: help setup test test-fast test-slow lint format demo bench-speed bench-adapt bench-harm bench-serve clean
 help:
 	@echo "make demo       train at a synthetic hospital A, adapt to hospital B; see runs/demo/oct/report.html"
 	@echo "make test       build .venv and run the tests"
@@ -50,6 +50,10 @@ bench-adapt: setup
 
 bench-harm: setup
 	$(BIN)/python benchmarks/harm.py
+
+bench-serve: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[serve]"
+	$(BIN)/python benchmarks/serve.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
