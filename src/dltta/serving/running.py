@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
@@ -85,6 +86,8 @@ def run_service(serving: Serving, say: Callable[[str], None]) -> None:
             ssl_certfile=None if serving.tls_cert is None else str(serving.tls_cert),
             ssl_keyfile=None if serving.tls_key is None else str(serving.tls_key),
         )
+        for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again once it has stopped: not an error
+            signal.signal(number, lambda *_: None)
         uvicorn.Server(config).run(sockets=[listener])
     finally:
         listener.close()
