@@ -1,4 +1,4 @@
-"""Does the service keep its promises under load, and what does it cost? Writes docs/results/serve.json and docs/speed-serve.md.
+"""Does the service keep its promises under load, and what does it cost? Writes docs/speed-serve.md and its numbers.
 
     python benchmarks/serve.py                # 1,000 keys, 8 shards, 20 requests each, 50 kills: hours on two cores
     python benchmarks/serve.py --keys 40 --shards 2 --requests 6 --kills 10
