@@ -13,6 +13,7 @@ from dltta.cli.bench import bench
 from dltta.cli.demo import demo
 from dltta.cli.evaluate import evaluate
 from dltta.cli.inspect import inspect
+from dltta.cli.node import node
 from dltta.cli.options import FLAG, add_command, one_line
 from dltta.cli.report import report
 from dltta.cli.reproduce import reproduce
@@ -33,7 +34,7 @@ app = typer.Typer(
     "without labels, and chooses for each image how much.",
     epilog="`dltta COMMAND --help` explains a command and shows examples. Try `dltta demo` first.",
 )
-for command in (demo, train, inspect, adapt, evaluate, bench, reproduce, report, serve, token):
+for command in (demo, train, inspect, adapt, evaluate, bench, reproduce, report, serve, token, node):
     add_command(app, command)
 app.add_typer(state.app, name="state")
 app.add_typer(data.app, name="data")
