@@ -186,7 +186,7 @@ def test_echo_is_answered_and_strangers_are_not(tmp_path, model, series):
     assert association.send_c_echo().Status == 0
     association.release()
     assert send(port, series[:1], title="STRANGER") is None
-    assert send(port, series[:1], title="FAR") is None  # the right name at the wrong address
+    assert send(port, series[:1], title="FAR") == [0x0124]  # the right name at the wrong address
     node.stop()
 
 

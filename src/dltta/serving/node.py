@@ -26,7 +26,8 @@ from dltta.serving.outbox import NEEDS_DICOM, Destination, Outbox
 from dltta.serving.session import Request
 
 LOG = logging.getLogger("dltta.node")
-OUT_OF_RESOURCES, DOES_NOT_MATCH, CANNOT_UNDERSTAND, SUCCESS = 0xA700, 0xA900, 0xC000, 0x0000
+SUCCESS, NOT_AUTHORIZED = 0x0000, 0x0124
+OUT_OF_RESOURCES, DOES_NOT_MATCH, CANNOT_UNDERSTAND = 0xA700, 0xA900, 0xC000
 
 
 class Backend(Protocol):
@@ -129,7 +130,6 @@ class Node:
             (evt.EVT_RELEASED, self._closed),
             (evt.EVT_ABORTED, self._closed),
             (evt.EVT_CONN_CLOSE, self._closed),
-            (evt.EVT_REQUESTED, self._requested),
         ]
         try:
             self._server = entity.start_server(
@@ -150,16 +150,17 @@ class Node:
             self._server.shutdown()
             self._server = None
 
-    def _requested(self, event: Any) -> None:
-        """Refuses associations from other machines than those named."""
+    def _may_send(self, association: Any) -> bool:
+        """Whether the sender is at the address that belongs to its title, if one was named."""
         peers = [peer.partition("@") for peer in self.settings.peers]
-        hosts = {host for title, at, host in peers if at and title == event.assoc.requestor.ae_title.strip()}
-        if hosts and event.assoc.requestor.address not in hosts:
-            record("refused", why="address")
-            event.assoc.acse.send_reject(0x01, 0x01, 0x03)
+        hosts = {host for title, at, host in peers if at and title == association.requestor.ae_title.strip()}
+        return not hosts or association.requestor.address in hosts
 
     def _store(self, event: Any) -> int:
         """A slice arrives; the answer says whether it is on the disk."""
+        if not self._may_send(event.assoc):
+            record("refused", why="address")
+            return NOT_AUTHORIZED
         try:
             dataset = event.dataset
             dataset.file_meta = event.file_meta
