@@ -77,9 +77,9 @@ def test_a_series_that_cannot_be_used_is_reported_and_notified(tmp_path, model, 
 
 @pytest.mark.parametrize(("change", "said"), [({"model": None}, "model"), ({"speed": 1}, "no setting 'speed'")])
 def test_settings_that_cannot_be_used_are_named(tmp_path, model, leaving, change, said):
-    arriving = task(tmp_path / "in", model, **change)
-    if change.get("model", "") is None:
-        (arriving / "task.json").write_text(json.dumps({"process": {"settings": {}}}))
+    arriving = task(tmp_path / "in", model)
+    settings = {} if "model" in change else {"model": str(model), **change}
+    (arriving / "task.json").write_text(json.dumps({"process": {"settings": settings}}))
     with pytest.raises(SettingError, match=said):
         run_task(arriving, leaving)
 

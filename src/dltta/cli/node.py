@@ -124,8 +124,9 @@ def node(
 
     Examples:
         dltta node -m models/a -o state --to ARCHIVE@127.0.0.1:4242
-        dltta node -m models/a -o state --host 0.0.0.0 --peer CT1@10.0.0.7 --to http://archive/dicom-web
-        dltta node -o state --service http://127.0.0.1:8000 --to ARCHIVE@127.0.0.1:4242
+        dltta node -m models/a -o state --to http://archive/dicom-web --capture
+        dltta node -m models/a -o state --host 0.0.0.0 --peer CT1@10.0.0.7
+        dltta node -o state --service http://127.0.0.1:8000
     """
     import signal
     import threading
