@@ -8,6 +8,7 @@ import torch
 from monai.transforms import RandBiasField
 from torch import Tensor
 
+from dltta.data.shifts.change import plain
 from dltta.data.shifts.scale import in_unit
 
 DEGREE = 3
@@ -35,7 +36,7 @@ class BiasField:
         """(*size), largest absolute logarithm `strength`."""
         polynomial = RandBiasField(degree=DEGREE, coeff_range=(-1.0, 1.0), prob=1.0)
         polynomial.set_random_state(self.seed)
-        shape = torch.log(torch.as_tensor(polynomial(torch.ones(1, *size)))[0])
+        shape = torch.log(plain(polynomial(torch.ones(1, *size)))[0])
         middle = (shape.max() + shape.min()) / 2
         half = (shape.max() - shape.min()).clamp_min(1e-6) / 2
         return torch.exp(self.strength * (shape - middle) / half)

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import torch
 import torch.nn.functional as F
-from monai.transforms import GaussianSmooth
+from monai.networks.layers import GaussianFilter
 from torch import Tensor
 
 
@@ -27,9 +26,10 @@ class Blur:
     def image(self, image: Tensor, rng: np.random.Generator) -> Tensor:
         margin = int(np.ceil(4 * self.sigma)) + 1
         dims = image.ndim - 1
-        padded = F.pad(image[None], [margin] * 2 * dims, mode="replicate")[0]
-        smooth = torch.as_tensor(GaussianSmooth(self.sigma)(padded))
-        return smooth[(slice(None), *[slice(margin, -margin)] * dims)]
+        mean = image.mean(tuple(range(1, image.ndim)), keepdim=True)  # MONAI's kernel sums to a little less than 1
+        padded = F.pad((image - mean)[None], [margin] * 2 * dims, mode="replicate")
+        smooth: Tensor = GaussianFilter(dims, self.sigma)(padded)[0]
+        return mean + smooth[(slice(None), *[slice(margin, -margin)] * dims)]
 
     def __str__(self) -> str:
         return f"blur {self.sigma:.2g} px"

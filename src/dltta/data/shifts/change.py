@@ -4,6 +4,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 import torch
+from monai.data import MetaTensor
 from torch import Tensor
 
 
@@ -33,6 +34,11 @@ class Change(Protocol):
     def __str__(self) -> str:
         """Name and strength, as in `gamma 1.4`."""
         ...
+
+
+def plain(image: Any) -> Tensor:
+    """What a MONAI transform gave, without its metadata, which the next transform would believe."""
+    return image.as_tensor() if isinstance(image, MetaTensor) else torch.as_tensor(image)
 
 
 def direction(rng: np.random.Generator) -> float:

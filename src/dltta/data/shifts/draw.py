@@ -22,8 +22,9 @@ from dltta.errors import SettingError
 
 Family = tuple[type[Change], ...]
 
-COLOR_TONES: Family = (Stain, ColorMixing, Tint)
-TONES: Family = (Gamma, Contrast, Curve, Brightness)
+COLORS: Family = (Stain, ColorMixing, Tint)
+CURVES: Family = (Gamma, Curve)
+WINDOWS: Family = (Contrast, Brightness)
 DETAIL: Family = (Blur, Resolution)
 NOISES: Family = (GaussianNoise, RicianNoise, Speckle)
 MAGNIFICATION: Family = (Magnification,)
@@ -33,6 +34,7 @@ COMPRESSION: Family = (Jpeg,)
 
 GOLDEN = (5**0.5 - 1) / 2
 MILDEST = 0.15  # severity of the mildest site; the strongest has 1
+LEAST_TONE = 0.7  # of its severity: what differs most between real sites is contrast and color
 MOST_OTHERS = 3  # changes beside tone and one more, at the strongest sites
 HARMFUL_SEVERITY = 2.0
 
@@ -65,9 +67,8 @@ def _draw(index: int, seed: int, spatial_dims: int, channels: int) -> SimulatedS
     for family in families:
         left = [kind for kind in family if kind not in kinds]
         kinds.append(left[int(rng.integers(len(left)))])
-    # one change carries the whole severity, the others part of it
-    levels = severity * np.append(1.0, rng.uniform(0.3, 0.9, len(kinds) - 1))
-    drawn = [kind.draw(rng, float(level)) for kind, level in zip(kinds, rng.permutation(levels), strict=True)]
+    levels = severity * np.append(rng.uniform(LEAST_TONE, 1), rng.uniform(0.3, 1, len(kinds) - 1))
+    drawn = [kind.draw(rng, float(level)) for kind, level in zip(kinds, levels, strict=True)]
     ordered = sorted(drawn, key=lambda change: CHANGES.index(type(change)))
     return SimulatedSite(f"site {index + 1}", tuple(ordered), float(severity), int(rng.integers(2**31)))
 
@@ -76,10 +77,17 @@ def _families(spatial_dims: int, channels: int) -> tuple[list[Family], list[Fami
     """Families of tone changes, of which a site has one, and the others, of which it has several."""
     others = [DETAIL, NOISES, SHADING, MAGNIFICATION]
     if spatial_dims == 2 and channels == 3:
-        return [COLOR_TONES, COLOR_TONES, TONES], [DETAIL, (GaussianNoise,), SHADING, MAGNIFICATION, TONES, COMPRESSION]
-    others += [FREQUENCY, TONES]
+        return [COLORS, COLORS, CURVES, WINDOWS], [
+            DETAIL,
+            (GaussianNoise,),
+            SHADING,
+            MAGNIFICATION,
+            CURVES,
+            COMPRESSION,
+        ]
+    others += [FREQUENCY, CURVES + WINDOWS]
     others += [COMPRESSION] if spatial_dims == 2 else [(Anisotropy,)]
-    return [TONES], others
+    return [CURVES, CURVES, WINDOWS], others  # a window is undone where images are standardized
 
 
 HARMFUL: tuple[SimulatedSite, ...] = (

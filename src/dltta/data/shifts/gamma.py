@@ -8,7 +8,7 @@ import torch
 from monai.transforms import AdjustContrast
 from torch import Tensor
 
-from dltta.data.shifts.change import direction
+from dltta.data.shifts.change import direction, plain
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Gamma:
 
     def image(self, image: Tensor, rng: np.random.Generator) -> Tensor:
         curve = AdjustContrast(self.exponent)
-        return torch.stack([torch.as_tensor(curve(channel)) for channel in image])
+        return torch.cat([plain(curve(channel[None])) for channel in image]).to(image)
 
     def __str__(self) -> str:
         return f"gamma {self.exponent:.2g}"

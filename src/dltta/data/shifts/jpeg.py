@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
@@ -40,7 +41,7 @@ class Jpeg:
             pixels = np.stack([self._through_file(channel.numpy()) for channel in levels])
         return torch.from_numpy(pixels.astype(np.float32)).to(unit) / 255
 
-    def _through_file(self, pixels: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+    def _through_file(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
         file = BytesIO()
         Image.fromarray(pixels).save(file, "JPEG", quality=min(100, max(1, round(self.quality))))
         return np.asarray(Image.open(file))

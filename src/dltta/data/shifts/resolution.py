@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import torch
-from monai.transforms import Resize
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -59,5 +58,5 @@ def coarsened(image: Tensor, factors: list[float]) -> Tensor:
     coarse = tuple(max(1, round(n / factor)) for n, factor in zip(size, factors, strict=True))
     if coarse == size:
         return image
-    small = Resize(coarse, mode="area")(image)
-    return torch.as_tensor(Resize(size, mode="bilinear" if len(size) == 2 else "trilinear")(small))
+    small = F.interpolate(image[None], coarse, mode="area")
+    return F.interpolate(small, size, mode="bilinear" if len(size) == 2 else "trilinear", align_corners=False)[0]

@@ -12,7 +12,7 @@ from torch import Tensor
 from dltta.data.shifts.bias import BiasField
 from dltta.data.shifts.blur import Blur
 from dltta.data.shifts.brightness import Brightness
-from dltta.data.shifts.change import Change
+from dltta.data.shifts.change import Change, plain
 from dltta.data.shifts.color import ColorMixing, Tint
 from dltta.data.shifts.contrast import Contrast
 from dltta.data.shifts.curve import Curve
@@ -78,6 +78,7 @@ class SimulatedSite:
         """
         if not self.changes:
             return image
+        image = plain(image)
         _check(image)
         work = image if image.dtype == torch.float64 else image.float()
         for change in self.changes:
