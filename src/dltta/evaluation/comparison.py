@@ -8,9 +8,10 @@ from typing import Literal, TypeVar
 from scipy import stats
 
 from dltta.errors import DataError, SettingError
-from dltta.metrics import higher_is_better
+from dltta.metrics import higher_is_better, mean_defined
 
 Key = TypeVar("Key", bound=Hashable)
+Unit = TypeVar("Unit", bound=Hashable)
 
 
 def case_gains(adapted: Mapping[Key, float], source: Mapping[Key, float], metric: str) -> dict[Key, float]:
@@ -21,6 +22,14 @@ def case_gains(adapted: Mapping[Key, float], source: Mapping[Key, float], metric
     sign = 1.0 if higher_is_better(metric) else -1.0
     gains = {case: sign * (value - source[case]) for case, value in adapted.items() if case in source}
     return {case: gain for case, gain in gains.items() if not math.isnan(gain)}
+
+
+def unit_means(values: Mapping[Key, float], units: Mapping[Key, Unit]) -> dict[Unit, float]:
+    """The mean over the cases of each unit, such as a patient: cases of one patient are not independent."""
+    listed: dict[Unit, list[float]] = {}
+    for case, value in values.items():
+        listed.setdefault(units[case], []).append(value)
+    return {unit: mean_defined(found) for unit, found in listed.items()}
 
 
 def negative_transfer(gains: Iterable[float], *, tolerance: float = 0.0) -> float:

@@ -61,7 +61,8 @@ def _score_masks(predictions: Path, labels: Path, progress: Progress) -> StreamR
         prediction = torch.from_numpy(read_mask(predictions / file.name))
         scores = score_segmentation(prediction, label, classes, spacing=read_geometry(file).spacing)
         name = file.name.removesuffix(ending(file) or "")
-        rows.append(CaseRecord(name, labels.name, scores.metrics, None, unit=scores.unit, undefined=scores.undefined))
+        counts = {"missed": scores.missed, "invented": scores.invented}
+        rows.append(CaseRecord(name, labels.name, scores.metrics, None, unit=scores.unit, **counts))
         progress(number, len(files))
     return StreamRecord(labels.name, "segmentation", stream_metrics(rows, "segmentation"), tuple(rows))
 
