@@ -1,10 +1,11 @@
-"""8 metrics. Did adaptation help, whom did it harm, and could the difference be chance?"""
+"""8 metrics. Did adaptation help, whom did it harm, could the difference be chance, and how large may it be?"""
 
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+import numpy as np
 from scipy import stats
 
 from dltta.errors import DataError, SettingError
@@ -48,6 +49,34 @@ def worst_site(values: Mapping[str, float], metric: str) -> tuple[str, float]:
     choose = min if higher_is_better(metric) else max
     site = choose(defined, key=lambda name: defined[name])
     return site, defined[site]
+
+
+def bootstrap_interval(
+    gains: Sequence[Mapping[Key, float]], patients: Mapping[Key, Unit], *, level: float = 0.95, draws: int = 2000
+) -> tuple[float, float]:
+    """Interval of the mean gain: what other patients and other source trainings might have given.
+
+    `gains` holds the gains of the cases, one mapping for each training. Trainings and patients are drawn with
+    replacement, a patient with all of its cases; percentiles of the means. Two patients at least, else `nan`. The same
+    gains give the same interval.
+    """
+    units = list(dict.fromkeys(patients[case] for training in gains for case in training))
+    if len(units) < 2:
+        return math.nan, math.nan
+    totals, counts = np.zeros((len(gains), len(units))), np.zeros((len(gains), len(units)))
+    place = {unit: index for index, unit in enumerate(units)}
+    for row, training in enumerate(gains):
+        for case, gain in training.items():
+            totals[row, place[patients[case]]] += gain
+            counts[row, place[patients[case]]] += 1
+    rng = np.random.default_rng(0)
+    drawn = rng.multinomial(len(units), np.full(len(units), 1 / len(units)), size=draws)  # (draws, patients)
+    with np.errstate(invalid="ignore"):  # a training none of whose cases was drawn has no mean
+        means = (drawn @ totals.T) / (drawn @ counts.T)  # (draws, trainings)
+    chosen = rng.integers(len(gains), size=means.shape)
+    values = np.nanmean(np.take_along_axis(means, chosen, axis=1), axis=1)
+    low, high = np.nanquantile(values, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dltta.core.step import Step
 from dltta.data.case import Case, Dataset, Task
 from dltta.errors import DataError, SettingError
 from dltta.evaluation.stacks import Stacks, Volume
-from dltta.metrics import Unit, mean_defined, score_classification, score_segmentation
+from dltta.metrics import SegmentationScores, Unit, mean_defined, score_classification, score_segmentation
 from dltta.models.predictions import most_likely, probabilities
 from dltta.quality.guarded import decision_of
 
@@ -212,16 +212,17 @@ def _classified(row: CaseRecord, chances: Tensor, case: Case) -> CaseRecord:
 
 
 def _segmented(row: CaseRecord, prediction: Tensor, label: Tensor, case: Case, classes: Sequence[str]) -> CaseRecord:
-    scores = score_segmentation(prediction, label, classes, spacing=case.spacing)
-    return replace(row, metrics=scores.metrics, unit=scores.unit, missed=scores.missed, invented=scores.invented)
+    return with_scores(row, score_segmentation(prediction, label, classes, spacing=case.spacing))
 
 
 def _volume_row(volume: Volume, classes: Sequence[str]) -> CaseRecord:
     scores = score_segmentation(volume.prediction, volume.label, classes, spacing=volume.spacing)
-    return CaseRecord(
-        volume.name, volume.site, scores.metrics, None, unit=scores.unit, missed=scores.missed,
-        invented=scores.invented, group=volume.group,
-    )  # fmt: skip
+    return with_scores(CaseRecord(volume.name, volume.site, {}, None, group=volume.group), scores)
+
+
+def with_scores(row: CaseRecord, scores: SegmentationScores) -> CaseRecord:
+    """The row of a segmented case with what it scored."""
+    return replace(row, metrics=scores.metrics, unit=scores.unit, missed=scores.missed, invented=scores.invented)
 
 
 def _finite(value: float | None) -> float | None:

@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dltta.errors import SettingError
-from dltta.evaluation.comparison import case_gains, negative_transfer, paired_test, unit_means, worst_site
+from dltta.evaluation.comparison import (
+    bootstrap_interval,
+    case_gains,
+    negative_transfer,
+    paired_test,
+    unit_means,
+    worst_site,
+)
 from dltta.evaluation.results import SOURCE, Results, StreamResult, case_means, case_patients, summarize
 from dltta.metrics import (
     CLASSIFICATION_METRICS,
@@ -72,6 +79,7 @@ class Cell:
     mean: float
     sd: float = math.nan
     gain: float = math.nan  # over the source; positive is better
+    interval: tuple[float, float] = (math.nan, math.nan)  # 95 % of the gain, over patients and trainings
     p: float = math.nan  # against the same method with the fixed rate
     significance: Direction | None = None  # significantly better or worse than with the fixed rate
     best: bool = False  # of its column, as shown
@@ -234,7 +242,8 @@ def _cell(results: Results, method: str, rate: str, column: Column) -> Cell | No
     row = summarize(streams, column.metric)
     p, significance = _against_fixed(results, method, rate, column.pair, column.metric)
     sd = row.case_sd if len(streams) == 1 else row.sd
-    return Cell(row.mean, sd, _gain(results, method, row.mean, column), p, significance)
+    interval = _interval(results, method, rate, column.pair, column.metric)
+    return Cell(row.mean, sd, _gain(results, method, row.mean, column), interval, p, significance)
 
 
 def _mean_cell(cells: Sequence[Cell | None]) -> Cell | None:
@@ -253,6 +262,17 @@ def _gain(results: Results, method: str, mean: float, column: Column) -> float:
         return math.nan
     difference = mean - summarize(source, column.metric).mean
     return difference if higher_is_better(column.metric) else -difference
+
+
+def _interval(results: Results, method: str, rate: str, pair: Pair, metric: str) -> tuple[float, float]:
+    """Of the gain over the source; each training is compared with the source model of the same training."""
+    source, adapted = results.select(*pair, SOURCE, "none"), results.select(*pair, method, rate)
+    if method == SOURCE:
+        return math.nan, math.nan
+    seeds = [seed for seed in dict.fromkeys(stream.seed for stream in adapted) if any(s.seed == seed for s in source)]
+    of_seed = [[[s for s in side if s.seed == seed] for side in (adapted, source)] for seed in seeds]
+    gained = [case_gains(case_means(ours, metric), case_means(theirs, metric), metric) for ours, theirs in of_seed]
+    return bootstrap_interval([gains for gains in gained if gains], case_patients(adapted))
 
 
 def _against_fixed(results: Results, method: str, rate: str, pair: Pair, metric: str) -> tuple[float, Direction | None]:
