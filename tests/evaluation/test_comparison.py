@@ -110,8 +110,14 @@ def test_the_interval_is_that_of_drawing_patients_and_trainings():
     low, high = bootstrap_interval(gains, patients)
     assert (low, high) == pytest.approx(tuple(slow_interval(gains, patients, 3000)), abs=0.01)
     assert bootstrap_interval(gains, patients) == (low, high)
+
+
+def test_slices_taken_for_patients_would_promise_too_much():
+    patients = {f"c{i}": f"p{i // 9}" for i in range(54)}
+    gains = [{case: 0.1 * int(patient[1]) for case, patient in patients.items()}]  # alike within a patient
+    low, high = bootstrap_interval(gains, patients)
     by_case = bootstrap_interval(gains, {case: case for case in patients})
-    assert by_case[1] - by_case[0] < 0.75 * (high - low)  # slices taken for patients would promise too much
+    assert by_case[1] - by_case[0] == pytest.approx((high - low) / 3, rel=0.2)  # nine times as many: 1 / sqrt(9)
 
 
 def test_the_interval_of_equal_gains_is_a_point_and_one_patient_has_none():

@@ -48,10 +48,11 @@ Tent + dynamic & -- & \textbf{75.0 $\pm$ 5.2}$^{\dagger}$ (+15.0) & 12\% \\
 """
 
 CSV = """\
-method,rate,Dice mean,Dice sd,Dice gain,Dice p,HD95 (px) mean,HD95 (px) sd,HD95 (px) gain,HD95 (px) p,made worse
-source,none,60.0000,5.9761,,,4.0000,0.0000,,,
-tent,fixed,65.0000,5.9761,5.0000,,3.0000,0.0000,1.0000,,0.0000
-tent,dynamic,75.0000,5.2372,15.0000,0.0234,3.5000,0.0000,0.5000,0.00781,0.1250
+method,rate,Dice mean,Dice sd,Dice gain,Dice gain low,Dice gain high,Dice p,\
+HD95 (px) mean,HD95 (px) sd,HD95 (px) gain,HD95 (px) gain low,HD95 (px) gain high,HD95 (px) p,made worse
+source,none,60.0000,5.9761,,,,,4.0000,0.0000,,,,,
+tent,fixed,65.0000,5.9761,5.0000,5.0000,5.0000,,3.0000,0.0000,1.0000,1.0000,1.0000,,0.0000
+tent,dynamic,75.0000,5.2372,15.0000,9.1250,19.7500,0.0234,3.5000,0.0000,0.5000,0.5000,0.5000,0.00781,0.1250
 """
 
 
