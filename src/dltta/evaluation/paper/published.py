@@ -302,7 +302,7 @@ def _count_notes(results: Mapping[str, Results], places: Mapping[str, Place]) ->
         target: max((len(s.scored) for s in results[run].streams if s.target == target), default=0)
         for target, run in wanted.items()
     }
-    listed = ", ".join(f"{target} {count}" for target, count in counts.items())
+    listed = ", ".join(f"{target} {count}" for target, count in counts.items() if count)
     return [f"Ours, images of each target: {listed}."]
 
 
