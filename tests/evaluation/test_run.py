@@ -177,6 +177,8 @@ def test_volumes_do_not_depend_on_the_order_of_their_slices():
     mixed = run_stream(Echo(), site, [4, 1, 2, 3, 0], batch_size=2)
     straight = run_stream(Echo(), site, range(5))
     assert {row.case: row.metrics for row in mixed.volumes} == {row.case: row.metrics for row in straight.volumes}
+    far = Site(sliced("v", [[1.0], [-1.0], [-1.0], [-1.0]], [[0], [0], [0], [1]]))
+    assert run_stream(Echo(), far, [0, 3, 1, 2]).metrics["hd95"] == 3 * 4.0  # three slices, though they came in a row
 
 
 @pytest.mark.parametrize(("axis", "spacing"), [(0, (4.0, 1.0, 2.0)), (1, (1.0, 4.0, 2.0)), (2, (1.0, 2.0, 4.0))])
