@@ -369,7 +369,9 @@ def test_a_case_without_label_is_named(tmp_path):
         ({"validation": 1.0}, "validation must be a share"),
         ({"with_": ("tta",)}, "cannot train 'tta'"),
         ({"loss": "dice"}, "'ce' or"),
-        ({"augmentation": "heavy"}, "'none' or 'light'"),
+        ({"augmentation": "heavy"}, "'none' or 'light' or 'field'"),
+        ({"foreground": 1.5}, "foreground must be a share"),
+        ({"patch": (16, 16), "crop": (16, 16)}, "patch and crop exclude each other"),
     ],
 )
 def test_impossible_settings(settings, words):
