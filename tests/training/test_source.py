@@ -73,6 +73,52 @@ def test_a_classifier_learns(tmp_path):
     assert checkpoint.record["score"] >= 0.9
 
 
+def test_the_last_epoch_is_kept_if_asked(tmp_path):
+    checkpoint = training(tmp_path, epochs=4, keep="last").run()
+    assert checkpoint.record["epoch"] == 4
+    assert same(weights(tmp_path), weights(tmp_path / "last"))
+
+
+@pytest.mark.long
+def test_the_fields_way_of_training_learns_stops_and_resumes(tmp_path):
+    """Augmentation, schedule, crops and mixed precision together; the weights as if it had never stopped."""
+    field = {
+        "epochs": 8, "learning_rate": 5e-3, "loss": "ce+dice", "augmentation": "field", "schedule": "polynomial",
+        "keep": "last", "crop": (24, 24), "foreground": 0.5, "repeats": 2, "precision": "bfloat16",
+        "with_": ("ttt", "atta"), "mirror": (0, 1), "rotation": 180.0,
+    }  # fmt: skip
+    whole = training(tmp_path / "whole", **field).run()
+    assert whole.record["score"] > 0.8
+    assert all(tensor.dtype != torch.bfloat16 for tensor in weights(tmp_path / "whole"))
+
+    def stop(plan, epoch, *at):
+        if (plan.stage, epoch) == ("ttt", 3):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        training(tmp_path / "parts", report=stop, **field).run()
+    training(tmp_path / "parts", resume=True, **field).run()
+    assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
+
+
+def test_the_joint_network_sees_upright_images_only(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(SourceTraining, "_augment", lambda self, changes: made.append(changes))
+    training(tmp_path, epochs=1, with_=("ttt",), augmentation="field", mirror=(0, 1)).run()
+    read, task, ttt = made[:3]
+    assert read == task
+    assert task.rotation == 15.0
+    assert ttt == task.upright()
+    assert ttt.rotation == 0.0
+
+
+def test_crops_for_training_leave_a_network_that_takes_whole_images(tmp_path):
+    training(tmp_path / "crop", epochs=1, crop=(16, 16)).run()
+    training(tmp_path / "patch", epochs=1, patch=(16, 16)).run()
+    assert open_checkpoint(load_checkpoint(tmp_path / "crop"), "crop").window is None
+    assert open_checkpoint(load_checkpoint(tmp_path / "patch"), "patch").window.patch == (16, 16)
+
+
 def test_the_best_epoch_is_kept_and_the_last_beside_it(tmp_path):
     rows = []
     checkpoint = training(tmp_path, epochs=5, log=rows.append).run()
