@@ -306,6 +306,31 @@ def test_resuming_a_finished_training_gives_it_back_without_training(tmp_path):
         training(tmp_path, epochs=3, resume=True).run()
 
 
+@pytest.mark.long
+def test_what_is_added_to_a_finished_training_is_what_would_have_been_trained_with_it(tmp_path):
+    whole = training(tmp_path / "whole", with_=("ttt", "atta")).run()
+    training(tmp_path / "parts").run()
+    training(tmp_path / "parts", resume=True, with_=("atta",)).run()
+
+    def stop(plan, epoch, *at):
+        if epoch == 2:
+            raise KeyboardInterrupt
+
+    stages = []
+    with pytest.raises(KeyboardInterrupt):
+        training(tmp_path / "parts", resume=True, with_=("ttt",), report=stop).run()
+    added = training(
+        tmp_path / "parts", resume=True, with_=("ttt",), report=lambda plan, *at: stages.append(plan.stage)
+    ).run()
+    assert set(stages) == {"ttt"}
+    assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
+    assert added.joint.calibration.checksum() == whole.joint.calibration.checksum()
+    assert added.record["fingerprint"] == whole.record["fingerprint"]
+    assert {row["stage"] for row in added.record["history"]} == {"task", "ttt", "atta"}
+    again = training(tmp_path / "parts", resume=True, with_=("atta", "ttt"), report=Mock(side_effect=AssertionError))
+    assert again.run().reconstructions is not None
+
+
 @pytest.mark.parametrize(
     ("state", "reason"),
     [({"stage": "task"}, "another version"), ([1], "another version"), (None, "is damaged")],

@@ -38,7 +38,7 @@ from dltta.training.calibration import MOST, calibrate
 from dltta.training.examples import Examples, Pair, gather, read_pairs, require_one_size, split_by_group
 from dltta.training.fit import Plan, Ranks, Report, Row, TrainingState, learn, supervised
 from dltta.training.pairs import COUNT, source_pairs
-from dltta.training.settings import LEARNING_RATES, TrainingSettings
+from dltta.training.settings import AUXILIARIES, LEARNING_RATES, TrainingSettings
 from dltta.training.task import TaskLoss, validation_score
 
 if TYPE_CHECKING:
@@ -113,20 +113,24 @@ class SourceTraining:
 
     def run(self) -> Checkpoint:
         interrupted = (self.folder / "resume.pt").is_file()
-        if self.resume and not interrupted and (found := finished(self.folder, self._fingerprint())) is not None:
+        found = finished(self.folder, self._fingerprint(), but="with_") if self.resume else None
+        self.before = found.record["fingerprint"]["with_"] if found is not None else None  # what is trained already
+        if found is not None and not interrupted and set(self.settings.with_) <= set(self.before or ()):
             return found
         self._read()
         self.ranks = Ranks.join(self.device)
         if self.ranks.first:
             self.folder.mkdir(parents=True, exist_ok=True)
         self.journal = TrainingState(self.folder / "resume.pt", self._fingerprint(), resume=self.resume)
+        if found is not None and not interrupted:
+            self.journal.history = list(found.record["history"])
         source = self._train_network("task", self.folder)
-        joint = self._train_network("ttt", self.folder / "ttt") if "ttt" in self.settings.with_ else None
-        parts = self._train_autoencoders(source) if "atta" in self.settings.with_ else None
+        joint = self._train_network("ttt", self.folder / "ttt") if "ttt" in self.settings.with_ else source.joint
+        parts = self._autoencoders(source)
         if self.ranks.first:
             measured = None if joint is None else self._measured(joint)
             source = self._measured(replace(source, reconstructions=parts, joint=measured))
-            history = {**source.record, "history": self.journal.history}
+            history = {**source.record, "history": self.journal.history, "fingerprint": self._with_all()}
             save_checkpoint(self.folder, replace(source, record=history))
             self.journal.close()
         self.ranks.wait()
@@ -167,7 +171,9 @@ class SourceTraining:
         }
 
     def _train_network(self, stage: Stage, folder: Path) -> Checkpoint:
-        """The best network of a stage; a stage that an interrupted training had left behind is only read."""
+        """The best network of a stage; one that an earlier or interrupted training had left behind is only read."""
+        if self._is_trained(stage):
+            return load_checkpoint(folder)
         if STAGES.index(self.journal.stage or STAGES[0]) <= STAGES.index(stage):
             changes = self.settings.changes
             self.training.augment = self._augment(changes.upright() if stage == "ttt" else changes)
@@ -208,6 +214,18 @@ class SourceTraining:
             self.settings.schedule,
         )
         self._fit(module, plan, finish)
+
+    def _is_trained(self, stage: Stage) -> bool:
+        return self.before is not None and (stage == "task" or stage in self.before)
+
+    def _with_all(self) -> dict[str, Any]:
+        """The fingerprint, with what was trained beside the network before too."""
+        auxiliaries = {*self.settings.with_, *(self.before or ())}
+        return {**self._fingerprint(), "with_": [name for name in AUXILIARIES if name in auxiliaries]}
+
+    def _autoencoders(self, trained: Checkpoint) -> Reconstructions | None:
+        wanted = "atta" in self.settings.with_ and not self._is_trained("atta")
+        return self._train_autoencoders(trained) if wanted else trained.reconstructions
 
     def _train_autoencoders(self, trained: Checkpoint) -> Reconstructions:
         whole = replace(self.settings.changes, crop=self.settings.patch)  # auto-encoders have the size of their images
@@ -257,7 +275,9 @@ class SourceTraining:
     def _measured(self, trained: Checkpoint) -> Checkpoint:
         """With what source images look like to this network: its calibration and, if asked for, its pairs."""
         model = trained.model.to(self.device)
-        pairs = source_pairs(model, self._source_images(COUNT)) if "memory" in self.settings.with_ else None
+        pairs = trained.pairs
+        if "memory" in self.settings.with_:
+            pairs = source_pairs(model, self._source_images(COUNT))
         calibration = calibrate(model, self._source_images(MOST))
         return replace(trained, calibration=calibration, pairs=pairs, record={**trained.record, "finished": True})
 
@@ -331,14 +351,15 @@ def _mean_error(module: ReconstructionTraining, pairs: Sequence[Pair], device: t
     return total / len(pairs)
 
 
-def finished(folder: Path, fingerprint: dict[str, Any]) -> Checkpoint | None:
-    """The model that is already there, if its training came to its end."""
+def finished(folder: Path, fingerprint: dict[str, Any], *, but: str | None = None) -> Checkpoint | None:
+    """The model that is already there, if its training came to its end; its settings may differ in `but`."""
     if not (folder / "model.json").is_file():
         return None
     checkpoint = load_checkpoint(folder)
     if not checkpoint.record.get("finished"):
         return None
-    if checkpoint.record.get("fingerprint") != fingerprint:
+    known = checkpoint.record.get("fingerprint", {})
+    if {key for key in known.keys() | fingerprint.keys() if known.get(key) != fingerprint.get(key)} - {but}:
         raise StateError(f"{folder} holds a model trained with other settings; train into another folder")
     return checkpoint
 
