@@ -14,7 +14,7 @@ def share_of_rate(schedule: Schedule, progress: float) -> float:
     """
     match schedule:
         case "polynomial":
-            return (1 - progress) ** 0.9
+            return float((1 - progress) ** 0.9)
         case "cosine":
             return (1 + math.cos(math.pi * progress)) / 2
         case _:
