@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from dltta import Adapter, MemoryBank, Proportional
 from dltta.models.nets.architecture import Architecture
 from dltta.objectives import Tent
-from dltta.training.examples import Examples, augmentation
+from dltta.training.augmentation import Augmentation
+from dltta.training.examples import Examples
 from dltta.training.fit import Plan, Ranks, TrainingState, learn, supervised
 from dltta.training.source import TaskTraining
 from dltta.training.task import TaskLoss
@@ -214,7 +215,7 @@ def _epochs(
         (torch.rand(shape, generator=generator), torch.randint(architecture.classes, spatial, generator=generator))
         for _ in range(count)
     ]
-    changes = augmentation(augment, 2, None, dense=dense)
+    changes = Augmentation(augment).compose(2, shape[0], dense=dense)
     with TemporaryDirectory() as folder:
         runs = {
             "plain": _plain_epoch(architecture.build(seed=0), Examples(pairs, changes), batch),

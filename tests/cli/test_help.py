@@ -77,6 +77,8 @@ def test_choices_are_those_that_the_library_knows():
     from dltta.evaluation.demo import TASKS
     from dltta.models.nets.architecture import BUILDERS
     from dltta.serving.settings import Deployment
+    from dltta.training.augmentation import Kind
+    from dltta.training.schedules import Schedule
     from dltta.training.settings import TrainingSettings
 
     assert tuple(options.Task) == get_args(Task)
@@ -88,6 +90,8 @@ def test_choices_are_those_that_the_library_knows():
     assert set(options.Network) < set(BUILDERS)
     for loss in options.Loss:
         assert TrainingSettings(loss=loss.value).loss == loss
+    assert tuple(options.Augmenting) == get_args(Kind)
+    assert tuple(options.Schedule) == get_args(Schedule)
 
 
 def test_reproduce_names_every_table_and_figure(shown):

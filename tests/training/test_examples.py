@@ -3,7 +3,8 @@ import torch
 
 from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DataError
-from dltta.training.examples import Examples, augmentation, gather, read_pairs, require_one_size, split_by_group
+from dltta.training.augmentation import Augmentation
+from dltta.training.examples import Examples, gather, read_pairs, require_one_size, split_by_group
 from sites import Blobs
 
 
@@ -47,7 +48,7 @@ def test_one_patient_cannot_be_validated():
 
 
 def test_an_example_depends_on_seed_epoch_and_position_only():
-    augment = augmentation("light", 2, None, dense=True)
+    augment = Augmentation("light").compose(2, 1, dense=True)
     one, other = (Examples(pairs(), augment, seed=4) for _ in range(2))
     one.epoch = other.epoch = 2
     first = one[3]
@@ -58,7 +59,7 @@ def test_an_example_depends_on_seed_epoch_and_position_only():
 
 
 def test_image_and_label_are_mirrored_together():
-    examples = Examples(pairs(), augmentation("light", 2, None, dense=True))
+    examples = Examples(pairs(), Augmentation("light").compose(2, 1, dense=True))
     mirrored = 0
     for epoch in range(10):
         examples.epoch = epoch
@@ -69,7 +70,7 @@ def test_image_and_label_are_mirrored_together():
 
 
 def test_crops_have_the_patch_size_and_volumes_smaller_than_it_are_padded():
-    examples = Examples(pairs(axes=3, size=16), augmentation("none", 3, (8, 24, 8), dense=True))
+    examples = Examples(pairs(axes=3, size=16), Augmentation("none", (8, 24, 8)).compose(3, 1, dense=True))
     image, label = examples[0]
     assert image.shape == (1, 8, 24, 8)
     assert label.shape == (8, 24, 8)

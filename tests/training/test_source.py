@@ -73,6 +73,52 @@ def test_a_classifier_learns(tmp_path):
     assert checkpoint.record["score"] >= 0.9
 
 
+def test_the_last_epoch_is_kept_if_asked(tmp_path):
+    checkpoint = training(tmp_path, epochs=4, keep="last").run()
+    assert checkpoint.record["epoch"] == 4
+    assert same(weights(tmp_path), weights(tmp_path / "last"))
+
+
+@pytest.mark.long
+def test_the_fields_way_of_training_learns_stops_and_resumes(tmp_path):
+    """Augmentation, schedule, crops and mixed precision together; the weights as if it had never stopped."""
+    field = {
+        "epochs": 8, "learning_rate": 5e-3, "loss": "ce+dice", "augmentation": "field", "schedule": "polynomial",
+        "keep": "last", "crop": (24, 24), "foreground": 0.5, "repeats": 2, "precision": "bfloat16",
+        "with_": ("ttt", "atta"), "mirror": (0, 1), "rotation": 180.0,
+    }  # fmt: skip
+    whole = training(tmp_path / "whole", **field).run()
+    assert whole.record["score"] > 0.8
+    assert all(tensor.dtype != torch.bfloat16 for tensor in weights(tmp_path / "whole"))
+
+    def stop(plan, epoch, *at):
+        if (plan.stage, epoch) == ("ttt", 3):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        training(tmp_path / "parts", report=stop, **field).run()
+    training(tmp_path / "parts", resume=True, **field).run()
+    assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
+
+
+def test_the_joint_network_sees_upright_images_only(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(SourceTraining, "_augment", lambda self, changes: made.append(changes))
+    training(tmp_path, epochs=1, with_=("ttt",), augmentation="field", mirror=(0, 1)).run()
+    read, task, ttt = made[:3]
+    assert read == task
+    assert task.rotation == 15.0
+    assert ttt == task.upright()
+    assert ttt.rotation == 0.0
+
+
+def test_crops_for_training_leave_a_network_that_takes_whole_images(tmp_path):
+    training(tmp_path / "crop", epochs=1, crop=(16, 16)).run()
+    training(tmp_path / "patch", epochs=1, patch=(16, 16)).run()
+    assert open_checkpoint(load_checkpoint(tmp_path / "crop"), "crop").window is None
+    assert open_checkpoint(load_checkpoint(tmp_path / "patch"), "patch").window.patch == (16, 16)
+
+
 def test_the_best_epoch_is_kept_and_the_last_beside_it(tmp_path):
     rows = []
     checkpoint = training(tmp_path, epochs=5, log=rows.append).run()
@@ -260,6 +306,31 @@ def test_resuming_a_finished_training_gives_it_back_without_training(tmp_path):
         training(tmp_path, epochs=3, resume=True).run()
 
 
+@pytest.mark.long
+def test_what_is_added_to_a_finished_training_is_what_would_have_been_trained_with_it(tmp_path):
+    whole = training(tmp_path / "whole", with_=("ttt", "atta")).run()
+    training(tmp_path / "parts").run()
+    training(tmp_path / "parts", resume=True, with_=("atta",)).run()
+
+    def stop(plan, epoch, *at):
+        if epoch == 2:
+            raise KeyboardInterrupt
+
+    stages = []
+    with pytest.raises(KeyboardInterrupt):
+        training(tmp_path / "parts", resume=True, with_=("ttt",), report=stop).run()
+    added = training(
+        tmp_path / "parts", resume=True, with_=("ttt",), report=lambda plan, *at: stages.append(plan.stage)
+    ).run()
+    assert set(stages) == {"ttt"}
+    assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
+    assert added.joint.calibration.checksum() == whole.joint.calibration.checksum()
+    assert added.record["fingerprint"] == whole.record["fingerprint"]
+    assert {row["stage"] for row in added.record["history"]} == {"task", "ttt", "atta"}
+    again = training(tmp_path / "parts", resume=True, with_=("atta", "ttt"), report=Mock(side_effect=AssertionError))
+    assert again.run().reconstructions is not None
+
+
 @pytest.mark.parametrize(
     ("state", "reason"),
     [({"stage": "task"}, "another version"), ([1], "another version"), (None, "is damaged")],
@@ -369,7 +440,9 @@ def test_a_case_without_label_is_named(tmp_path):
         ({"validation": 1.0}, "validation must be a share"),
         ({"with_": ("tta",)}, "cannot train 'tta'"),
         ({"loss": "dice"}, "'ce' or"),
-        ({"augmentation": "heavy"}, "'none' or 'light'"),
+        ({"augmentation": "heavy"}, "'none' or 'light' or 'field'"),
+        ({"foreground": 1.5}, "foreground must be a share"),
+        ({"patch": (16, 16), "crop": (16, 16)}, "patch and crop exclude each other"),
     ],
 )
 def test_impossible_settings(settings, words):

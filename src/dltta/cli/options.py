@@ -55,6 +55,22 @@ class Loss(StrEnum):
     CE_DICE = "ce+dice"
 
 
+class Augmenting(StrEnum):
+    """How training images are changed."""
+
+    NONE = "none"
+    LIGHT = "light"
+    FIELD = "field"
+
+
+class Schedule(StrEnum):
+    """How the learning rate of source training goes on."""
+
+    CONSTANT = "constant"
+    POLYNOMIAL = "polynomial"
+    COSINE = "cosine"
+
+
 class Network(StrEnum):
     """Networks that can be trained by name."""
 

@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from dltta.cli.options import FLAG, Device, Json, Loss, Network, require_device, split_names, split_size
+from dltta.cli.options import (
+    FLAG,
+    Augmenting,
+    Device,
+    Json,
+    Loss,
+    Network,
+    Schedule,
+    require_device,
+    split_names,
+    split_size,
+)
 from dltta.errors import SettingError
 from dltta.recipes import UDAName
 
@@ -43,6 +54,21 @@ class Training:
         Loss | None,
         typer.Option(metavar="NAME", help="ce (cross-entropy) or ce+dice (plus soft Dice).", show_default="ce"),
     ] = None
+    augmentation: Annotated[
+        Augmenting | None,
+        typer.Option(
+            metavar="NAME",
+            help="Random changes of images: none, light (mirroring, brightness, noise) or field (nnU-Net's list: "
+            "also rotation, scaling, blur, low resolution, gamma; hue and saturation of RGB images).",
+            show_default="light",
+        ),
+    ] = None
+    schedule: Annotated[
+        Schedule | None,
+        typer.Option(
+            metavar="NAME", help="Learning rate over time: constant, polynomial or cosine.", show_default="constant"
+        ),
+    ] = None
     validation: Annotated[
         float | None,
         typer.Option(metavar="SHARE", help="Share of the patients kept for validation.", show_default="0.2"),
@@ -74,6 +100,8 @@ class Training:
         given = {
             "epochs": self.epochs, "batch_size": self.batch_size, "learning_rate": self.learning_rate,
             "loss": None if self.loss is None else self.loss.value, "validation": self.validation, "seed": self.seed,
+            "augmentation": None if self.augmentation is None else self.augmentation.value,
+            "schedule": None if self.schedule is None else self.schedule.value,
             "with": split_names(self.with_),
         }  # fmt: skip
         return {key: value for key, value in given.items() if value is not None}

@@ -1,7 +1,7 @@
 """Source side. Labeled images as training sees them: preprocessed, split by patient, augmented repeatably."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,23 +22,25 @@ class Examples(TorchDataset[Pair]):
     """Pairs of preprocessed image and label, kept in memory once read.
 
     `epoch` chooses the random numbers: example i of epoch e of a seed is the same whatever was drawn before it, so a
-    resumed training sees what an uninterrupted one would have seen.
+    resumed training sees what an uninterrupted one would have seen. An epoch has `repeats` examples of every pair.
     """
 
-    def __init__(self, pairs: Sequence[Pair], augment: "Compose | None" = None, *, seed: int = 0) -> None:
-        self.pairs, self.augment, self.seed, self.epoch = pairs, augment, seed, 0
+    def __init__(
+        self, pairs: Sequence[Pair], augment: "Compose | None" = None, *, seed: int = 0, repeats: int = 1
+    ) -> None:
+        self.pairs, self.augment, self.seed, self.epoch, self.repeats = pairs, augment, seed, 0, repeats
 
     def __len__(self) -> int:
-        return len(self.pairs)
+        return self.repeats * len(self.pairs)
 
     def __getitem__(self, index: int) -> Pair:
-        image, label = self.pairs[index]
+        image, label = self.pairs[index % len(self.pairs)]
         if self.augment is None:
             return image, label
         self.augment.set_random_state(derived_seed(self.seed, self.epoch, index))
         dense = label.ndim > 0
         drawn = self.augment({"image": image, "label": label[None]} if dense else {"image": image})
-        return without_history(drawn["image"]), without_history(drawn["label"])[0] if dense else label
+        return without_history(drawn["image"]), without_history(drawn["label"])[0].to(label.dtype) if dense else label
 
 
 def derived_seed(*numbers: int) -> int:
@@ -98,28 +100,6 @@ def _named_split(cases: Sequence[Case], names: tuple[str, ...]) -> tuple[list[in
         whose = "none" if not held else "all"
         raise DataError(f"{whose} of the {len(cases)} cases are of {', '.join(names)}; name some of the patients")
     return [i for i in range(len(cases)) if i not in held], sorted(held)
-
-
-def augmentation(
-    kind: Literal["none", "light"], spatial_dims: int, patch: Sequence[int] | None, *, dense: bool
-) -> "Compose | None":
-    """MONAI transforms on {"image", "label"}: mirroring, small changes of brightness, contrast and noise; crops.
-
-    No rotation: an image that may be turned cannot be told from a turned one, which is what the rotation head learns.
-    """
-    from monai import transforms as mt  # here: importing any part of MONAI imports all of it
-
-    both = ["image", "label"] if dense else ["image"]
-    crops = [] if patch is None else [mt.SpatialPadd(both, patch), mt.RandSpatialCropd(both, patch, random_size=False)]
-    mirrored = spatial_dims - 1 if spatial_dims == 2 else 0  # left and right
-    changes = [
-        mt.RandFlipd(both, prob=0.5, spatial_axis=mirrored),
-        mt.RandScaleIntensityd("image", factors=0.1, prob=0.3),
-        mt.RandShiftIntensityd("image", offsets=0.05, prob=0.3),
-        mt.RandGaussianNoised("image", prob=0.2, std=0.03),
-    ]
-    steps = crops + (changes if kind == "light" else [])
-    return mt.Compose(steps) if steps else None
 
 
 def gather(sites: Sequence[Dataset]) -> list[Case]:

@@ -26,6 +26,7 @@ from dltta.errors import SettingError, StateError
 from dltta.files import write_atomically
 from dltta.models.fast import speed_up
 from dltta.training.examples import derived_seed
+from dltta.training.schedules import Schedule, share_of_rate
 
 Batch = Sequence[Tensor]
 Losses = dict[str, float]
@@ -68,6 +69,7 @@ class Plan:
     learning_rate: float
     seed: int
     workers: int = 0
+    schedule: Schedule = "constant"
 
 
 class TrainingState:
@@ -163,12 +165,15 @@ class Supervised:
     module: nn.Module
     wrapped: nn.Module
     optimizer: torch.optim.Optimizer
+    rate: Callable[[float], float]  # learning rate by progress
 
     def train(self) -> None:
         self.module.train()
 
     def step(self, batch: Batch, generator: torch.Generator, progress: float, /) -> Losses:
         images, labels = batch
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate(progress)
         losses: dict[str, Tensor] = self.wrapped(images, labels, generator)
         self.optimizer.zero_grad(set_to_none=True)
         torch.stack(list(losses.values())).sum().backward()
@@ -188,7 +193,9 @@ def supervised(module: nn.Module, plan: Plan, ranks: Ranks) -> Supervised:
     speed_up(module)
     optimizer = torch.optim.Adam([p for p in module.parameters() if p.requires_grad], lr=plan.learning_rate)
     wrapped = DistributedDataParallel(module, find_unused_parameters=True) if ranks.world > 1 else module
-    return Supervised(module, wrapped, optimizer)
+    return Supervised(
+        module, wrapped, optimizer, lambda progress: plan.learning_rate * share_of_rate(plan.schedule, progress)
+    )
 
 
 def learn(

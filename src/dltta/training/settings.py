@@ -1,13 +1,22 @@
 """Source side. How is the source model trained? Every default with where it comes from."""
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from dltta.data.case import Task
 from dltta.errors import SettingError
+from dltta.training.augmentation import Augmentation, Kind
+from dltta.training.schedules import Schedule
 
 LEARNING_RATES: dict[Task, float] = {"segmentation": 1e-3, "classification": 3e-4}  # the paper's
 AUXILIARIES = ("ttt", "atta", "memory")
+CHOICES = {
+    "loss": ("ce", "ce+dice"),
+    "schedule": get_args(Schedule),
+    "keep": ("best", "last"),
+    "augmentation": get_args(Kind),
+    "precision": ("float32", "bfloat16"),
+}
 
 
 @dataclass(frozen=True)
@@ -18,8 +27,16 @@ class TrainingSettings:
     batch_size: int = 8
     learning_rate: float | None = None  # None: the paper's for the task, Adam
     loss: Literal["ce", "ce+dice"] = "ce"  # the paper names cross-entropy
-    augmentation: Literal["none", "light"] = "light"
-    patch: tuple[int, ...] | None = None  # random crops of this size; None trains on whole images
+    schedule: Schedule = "constant"  # of the learning rate; polynomial is nnU-Net's
+    keep: Literal["best", "last"] = "best"  # epoch whose weights are the model: best by validation, or last
+    augmentation: Kind = "light"
+    mirror: tuple[int, ...] | None = None  # axes that may be mirrored; None: the last in 2-D, the first in 3-D
+    rotation: float = 15.0  # degrees at most, of the augmentation `field`
+    patch: tuple[int, ...] | None = None  # random crops of this size, and windows of it afterwards
+    crop: tuple[int, ...] | None = None  # random crops of this size for training alone: whole images afterwards
+    foreground: float = 0.0  # share of the crops that are around a labeled position; nnU-Net's is a third
+    repeats: int = 1  # how often an epoch sees each image
+    precision: Literal["float32", "bfloat16"] = "float32"  # bfloat16: mixed, twice as fast where the processor has it
     validation: float | tuple[str, ...] = 0.2  # share of patients, or their names; the paper's OCT split is a fifth
     seed: int = 0
     with_: tuple[str, ...] = ()  # to train or keep too: ttt, atta, memory (pairs of source images)
@@ -31,18 +48,28 @@ class TrainingSettings:
     workers: int = 0  # processes that read and augment images
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "autoencoder_epochs", "autoencoder_batch"):
+        for name in ("epochs", "batch_size", "repeats", "autoencoder_epochs", "autoencoder_batch"):
             if getattr(self, name) < 1:
                 raise SettingError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not isinstance(self.validation, tuple) and not 0 <= self.validation < 1:
             raise SettingError(f"validation must be a share from 0 to below 1, got {self.validation}")
-        if self.loss not in ("ce", "ce+dice"):
-            raise SettingError(f"loss must be 'ce' or 'ce+dice', got {self.loss!r}")
-        if self.augmentation not in ("none", "light"):
-            raise SettingError(f"augmentation must be 'none' or 'light', got {self.augmentation!r}")
+        if not 0 <= self.foreground <= 1:
+            raise SettingError(f"foreground must be a share from 0 to 1, got {self.foreground}")
+        if self.patch is not None and self.crop is not None:
+            raise SettingError("patch and crop exclude each other; give crop to run the network on whole images")
+        for name, choices in CHOICES.items():
+            if (given := getattr(self, name)) not in choices:
+                raise SettingError(f"{name} must be {' or '.join(map(repr, choices))}, got {given!r}")
         unknown = [name for name in self.with_ if name not in AUXILIARIES]
         if unknown:
             raise SettingError(f"cannot train {unknown[0]!r} with the source model; there are {', '.join(AUXILIARIES)}")
+
+    @property
+    def changes(self) -> Augmentation:
+        """How training images are changed."""
+        return Augmentation(
+            self.augmentation, self.patch or self.crop, self.foreground, mirror=self.mirror, rotation=self.rotation
+        )
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

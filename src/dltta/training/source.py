@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -33,12 +33,16 @@ from dltta.models.nets.architecture import Architecture
 from dltta.models.normalization import kept_statistics
 from dltta.models.parts.autoencoders import DENSENET_LEVELS, UNET_LEVELS, AutoEncoders, LevelOutputs
 from dltta.models.parts.rotation import TURNS, RotationHead, rotation_loss
+from dltta.training.augmentation import Augmentation, typical_spread
 from dltta.training.calibration import MOST, calibrate
-from dltta.training.examples import Examples, Pair, augmentation, gather, read_pairs, require_one_size, split_by_group
+from dltta.training.examples import Examples, Pair, gather, read_pairs, require_one_size, split_by_group
 from dltta.training.fit import Plan, Ranks, Report, Row, TrainingState, learn, supervised
 from dltta.training.pairs import COUNT, source_pairs
-from dltta.training.settings import LEARNING_RATES, TrainingSettings
+from dltta.training.settings import AUXILIARIES, LEARNING_RATES, TrainingSettings
 from dltta.training.task import TaskLoss, validation_score
+
+if TYPE_CHECKING:
+    from monai.transforms import Compose
 
 LEVELS = {"unet": UNET_LEVELS, "densenet121": DENSENET_LEVELS, "densenet_small": DENSENET_LEVELS}
 Stage = Literal["task", "ttt", "atta"]
@@ -50,21 +54,24 @@ Log = Callable[[Row], None]
 class TaskTraining(nn.Module):
     """The task loss and, with a rotation head, the rotation loss with equal weight (Sun et al. 2020).
 
-    Rotated images never reach the stored statistics of normalization layers, which are for upright ones.
+    Rotated images never reach the stored statistics of normalization layers, which are for upright ones. With `mixed`
+    convolutions are computed in bfloat16; weights, losses and updates stay in float32.
     """
 
-    def __init__(self, model: nn.Module, loss: TaskLoss, rotation: Rotation | None) -> None:
+    def __init__(self, model: nn.Module, loss: TaskLoss, rotation: Rotation | None, *, mixed: bool = False) -> None:
         super().__init__()
-        self.model, self.loss = model, loss
+        self.model, self.loss, self.mixed = model, loss, mixed
         self.head = rotation.head if rotation is not None else None
         self.layer = rotation.layer if rotation is not None else ""
 
     def forward(self, images: Tensor, labels: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        losses = {"task": self.loss(self.model(images), labels)}
-        if self.head is not None:
-            turns = torch.randint(len(TURNS), (len(images),), generator=generator).to(images.device)
-            with kept_statistics(self.model):
-                losses["rotation"] = rotation_loss(self.model, self.head, self.layer, images, turns)
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.mixed):
+            logits = self.model(images)
+            losses = {"task": self.loss(logits.float(), labels)}
+            if self.head is not None:
+                turns = torch.randint(len(TURNS), (len(images),), generator=generator).to(images.device)
+                with kept_statistics(self.model):
+                    losses["rotation"] = rotation_loss(self.model, self.head, self.layer, images, turns)
         return losses
 
 
@@ -88,9 +95,9 @@ class ReconstructionTraining(nn.Module):
 class SourceTraining:
     """Everything one source training needs; `run` trains and leaves a checkpoint folder.
 
-    The folder holds the best source model so far (by validation on source images; the last one without validation)
-    and, in `last/`, the last; `ttt/` the same for the network of TTT. After every epoch `resume.pt` says where the
-    training stands; it goes when all is done.
+    The folder holds the best source model so far (by validation on source images; the last one without validation, or
+    if the settings say so) and, in `last/`, the last; `ttt/` the same for the network of TTT. After every epoch
+    `resume.pt` says where the training stands; it goes when all is done.
     """
 
     sites: Sequence[Dataset]
@@ -106,20 +113,24 @@ class SourceTraining:
 
     def run(self) -> Checkpoint:
         interrupted = (self.folder / "resume.pt").is_file()
-        if self.resume and not interrupted and (found := finished(self.folder, self._fingerprint())) is not None:
+        found = finished(self.folder, self._fingerprint(), but="with_") if self.resume else None
+        self.before = found.record["fingerprint"]["with_"] if found is not None else None  # what is trained already
+        if found is not None and not interrupted and set(self.settings.with_) <= set(self.before or ()):
             return found
         self._read()
         self.ranks = Ranks.join(self.device)
         if self.ranks.first:
             self.folder.mkdir(parents=True, exist_ok=True)
         self.journal = TrainingState(self.folder / "resume.pt", self._fingerprint(), resume=self.resume)
+        if found is not None and not interrupted:
+            self.journal.history = list(found.record["history"])
         source = self._train_network("task", self.folder)
-        joint = self._train_network("ttt", self.folder / "ttt") if "ttt" in self.settings.with_ else None
-        parts = self._train_autoencoders(source) if "atta" in self.settings.with_ else None
+        joint = self._train_network("ttt", self.folder / "ttt") if "ttt" in self.settings.with_ else source.joint
+        parts = self._autoencoders(source)
         if self.ranks.first:
             measured = None if joint is None else self._measured(joint)
             source = self._measured(replace(source, reconstructions=parts, joint=measured))
-            history = {**source.record, "history": self.journal.history}
+            history = {**source.record, "history": self.journal.history, "fingerprint": self._with_all()}
             save_checkpoint(self.folder, replace(source, record=history))
             self.journal.close()
         self.ranks.wait()
@@ -133,16 +144,20 @@ class SourceTraining:
         training, validation = split_by_group(cases, self.settings.validation, self.settings.seed)
         self.task: Task = self.sites[0].task
         self.classes = self.sites[0].classes
-        augment = augmentation(
-            self.settings.augmentation,
-            self.architecture.spatial_dims,
-            self.settings.patch,
-            dense=self.task == "segmentation",
+        self.spread = typical_spread([pairs[i][0] for i in training])
+        self.training = Examples(
+            [pairs[i] for i in training],
+            self._augment(self.settings.changes),
+            seed=self.settings.seed,
+            repeats=self.settings.repeats,
         )
-        self.training = Examples([pairs[i] for i in training], augment, seed=self.settings.seed)
         self.validation: list[Pair] = [pairs[i] for i in validation]
         self.counts = {"cases": len(cases), "training": len(training), "validation": len(validation)}
         require_fit(self.architecture, channels=len(pairs[0][0]), classes=len(self.classes))
+
+    def _augment(self, changes: Augmentation) -> "Compose | None":
+        dims, channels = self.architecture.spatial_dims, self.architecture.in_channels
+        return changes.compose(dims, channels, dense=self.task == "segmentation", spread=self.spread)
 
     def _fingerprint(self) -> dict[str, Any]:
         """What must be the same for a training to be continued; as JSON gives it back."""
@@ -156,8 +171,12 @@ class SourceTraining:
         }
 
     def _train_network(self, stage: Stage, folder: Path) -> Checkpoint:
-        """The best network of a stage; a stage that an interrupted training had left behind is only read."""
+        """The best network of a stage; one that an earlier or interrupted training had left behind is only read."""
+        if self._is_trained(stage):
+            return load_checkpoint(folder)
         if STAGES.index(self.journal.stage or STAGES[0]) <= STAGES.index(stage):
+            changes = self.settings.changes
+            self.training.augment = self._augment(changes.upright() if stage == "ttt" else changes)
             self._fit_network(stage, folder)
         return load_checkpoint(folder)
 
@@ -165,7 +184,8 @@ class SourceTraining:
         new = self.architecture.build(seed=self.settings.seed) if self.start is None else copy.deepcopy(self.start)
         model = new.to(self.device)
         rotation = self._rotation(model, self._sample()) if stage == "ttt" else None
-        module = TaskTraining(model, TaskLoss(self.settings.loss), rotation).to(self.device)
+        mixed = self.settings.precision == "bfloat16"
+        module = TaskTraining(model, TaskLoss(self.settings.loss), rotation, mixed=mixed).to(self.device)
         best = max((row["score"] for row in self._history(stage) if row["score"] is not None), default=-math.inf)
         started = time.perf_counter()
 
@@ -179,17 +199,37 @@ class SourceTraining:
                 model, self.architecture, self.task, self.classes, self.preprocessing, record, rotation
             )
             save_checkpoint(folder / "last", checkpoint)
-            if row["score"] is None or row["score"] > best:
+            if row["score"] is None or row["score"] > best or self.settings.keep == "last":
                 best = -math.inf if row["score"] is None else row["score"]
                 save_checkpoint(folder, checkpoint)
 
         rate = self.settings.learning_rate or LEARNING_RATES[self.task]
         plan = Plan(
-            stage, self.settings.epochs, self.settings.batch_size, rate, self.settings.seed, self.settings.workers
+            stage,
+            self.settings.epochs,
+            self.settings.batch_size,
+            rate,
+            self.settings.seed,
+            self.settings.workers,
+            self.settings.schedule,
         )
         self._fit(module, plan, finish)
 
+    def _is_trained(self, stage: Stage) -> bool:
+        return self.before is not None and (stage == "task" or stage in self.before)
+
+    def _with_all(self) -> dict[str, Any]:
+        """The fingerprint, with what was trained beside the network before too."""
+        auxiliaries = {*self.settings.with_, *(self.before or ())}
+        return {**self._fingerprint(), "with_": [name for name in AUXILIARIES if name in auxiliaries]}
+
+    def _autoencoders(self, trained: Checkpoint) -> Reconstructions | None:
+        wanted = "atta" in self.settings.with_ and not self._is_trained("atta")
+        return self._train_autoencoders(trained) if wanted else trained.reconstructions
+
     def _train_autoencoders(self, trained: Checkpoint) -> Reconstructions:
+        whole = replace(self.settings.changes, crop=self.settings.patch)  # auto-encoders have the size of their images
+        self.training.augment = self._augment(whole)
         parts = self._reconstructions(trained)
         module = ReconstructionTraining(copy.deepcopy(trained.model), parts).to(self.device)
         held_out = self._as_trained_on(self.validation or self.training.pairs)
@@ -229,14 +269,15 @@ class SourceTraining:
 
     def _as_trained_on(self, pairs: Sequence[Pair]) -> list[Pair]:
         """Whole images, or one crop of each where the network only ever sees crops; always the same ones."""
-        dims, dense = self.architecture.spatial_dims, self.task == "segmentation"
-        crops = Examples(pairs, augmentation("none", dims, self.settings.patch, dense=dense), seed=self.settings.seed)
+        crops = Examples(pairs, self._augment(Augmentation("none", self.settings.patch)), seed=self.settings.seed)
         return [crops[index] for index in range(len(crops))]
 
     def _measured(self, trained: Checkpoint) -> Checkpoint:
         """With what source images look like to this network: its calibration and, if asked for, its pairs."""
         model = trained.model.to(self.device)
-        pairs = source_pairs(model, self._source_images(COUNT)) if "memory" in self.settings.with_ else None
+        pairs = trained.pairs
+        if "memory" in self.settings.with_:
+            pairs = source_pairs(model, self._source_images(COUNT))
         calibration = calibrate(model, self._source_images(MOST))
         return replace(trained, calibration=calibration, pairs=pairs, record={**trained.record, "finished": True})
 
@@ -310,14 +351,15 @@ def _mean_error(module: ReconstructionTraining, pairs: Sequence[Pair], device: t
     return total / len(pairs)
 
 
-def finished(folder: Path, fingerprint: dict[str, Any]) -> Checkpoint | None:
-    """The model that is already there, if its training came to its end."""
+def finished(folder: Path, fingerprint: dict[str, Any], *, but: str | None = None) -> Checkpoint | None:
+    """The model that is already there, if its training came to its end; its settings may differ in `but`."""
     if not (folder / "model.json").is_file():
         return None
     checkpoint = load_checkpoint(folder)
     if not checkpoint.record.get("finished"):
         return None
-    if checkpoint.record.get("fingerprint") != fingerprint:
+    known = checkpoint.record.get("fingerprint", {})
+    if {key for key in known.keys() | fingerprint.keys() if known.get(key) != fingerprint.get(key)} - {but}:
         raise StateError(f"{folder} holds a model trained with other settings; train into another folder")
     return checkpoint
 

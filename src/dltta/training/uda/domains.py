@@ -12,10 +12,10 @@ from torch.utils.data import Dataset as TorchDataset
 from dltta.data.case import Dataset, Mapped, without_label
 from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DataError
+from dltta.training.augmentation import typical_spread
 from dltta.training.examples import (
     Examples,
     Pair,
-    augmentation,
     derived_seed,
     gather,
     read_pairs,
@@ -113,13 +113,14 @@ def read_domains(
     if len(images[0]) != len(pairs[0][0]):
         raise DataError(f"{targets[0].site} has {len(images[0])} channels, {sites[0].site} {len(pairs[0][0])}")
     training, validation = split_by_group(cases, settings.validation, settings.seed)
-    dims, dense = pairs[0][0].ndim - 1, sites[0].task == "segmentation"
+    channels, dims, dense = len(pairs[0][0]), pairs[0][0].ndim - 1, sites[0].task == "segmentation"
+    spread = typical_spread([pairs[i][0] for i in training])
     return Domains(
         Examples(
             [pairs[i] for i in training],
-            augmentation(settings.augmentation, dims, settings.patch, dense=dense),
+            settings.changes.compose(dims, channels, dense=dense, spread=spread),
             seed=settings.seed,
         ),
         [pairs[i] for i in validation],
-        Images(images, augmentation(settings.augmentation, dims, settings.patch, dense=False), seed=settings.seed),
+        Images(images, settings.changes.compose(dims, channels, dense=False, spread=spread), seed=settings.seed),
     )
