@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from dltta.config import make_adapter
-from dltta.core.adapter import Adapter
-from dltta.core.objectives import Source
 from dltta.data.inbox import Incoming
 from dltta.data.prefetch import prefetch
 from dltta.errors import DataError, DlttaError, InputError, NonFiniteError, SettingError
@@ -64,7 +62,7 @@ class Stream:
         self.recipe = recipe if self.adapter.steps else replace(recipe, rate=NO_RATE)
         self.batch_size = self.recipe.batch_size or 1
         shadowed = self.settings.deployment == Deployment.SHADOW
-        source = Adapter(opened.model, Source(), layout="given") if shadowed else None
+        source = make_adapter(opened, paper(Method.SOURCE)) if shadowed else None
         self.predictor = Predictor(opened, self.adapter, source)
         self.folder = StateFolder(output / STATE)
         self._signer = None if self.settings.sign is None else Signer.from_file(self.settings.sign, output)

@@ -25,7 +25,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
 
-from dltta.core.adapter import Adapter
+from dltta.core.ensemble import AnyAdapter
 from dltta.errors import StateError
 from dltta.files import (
     PRIVATE,
@@ -136,14 +136,14 @@ class StateFolder:
         for folder in (self.folder, *self._folders()):
             remove_parts(folder)
 
-    def save(self, number: int, adapter: Adapter) -> str:
+    def save(self, number: int, adapter: AnyAdapter) -> str:
         """Write version `number` and return its hash; the oldest go when there are too many or they take too much."""
         packed = self.pack(number, adapter)
         self.put(packed)
         self.forget(self.oldest())
         return packed.sha256
 
-    def pack(self, number: int, adapter: Adapter) -> Packed:
+    def pack(self, number: int, adapter: AnyAdapter) -> Packed:
         """Version `number` as bytes; the version before it must be on the disk."""
         extra = adapter.get_extra_state()
         memory = extra.pop("memory")
@@ -161,7 +161,7 @@ class StateFolder:
                 write_atomically(self._memory(packed.number), packed.new_pairs, mode=PRIVATE)
             self._put(packed.number, packed.content)
 
-    def load(self, number: int, sha256: str, adapter: Adapter) -> None:
+    def load(self, number: int, sha256: str, adapter: AnyAdapter) -> None:
         """Bring an adapter of the same network and settings to version `number`, and remove later versions."""
         version = self.read(number, sha256)
         extra = dict(version.state["extra"])
@@ -327,13 +327,13 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _moving(adapter: Adapter) -> dict[str, Tensor]:
+def _moving(adapter: AnyAdapter) -> dict[str, Tensor]:
     """Everything in the network that a step may change: adapted parameters and buffers."""
     moving: dict[str, Tensor] = {**adapter.adapted_parameters(), **dict(adapter.model.named_buffers())}
     return {name: tensor.detach().cpu() for name, tensor in moving.items()}
 
 
-def _restore(adapter: Adapter, moving: Mapping[str, Tensor], extra: dict[str, Any]) -> None:
+def _restore(adapter: AnyAdapter, moving: Mapping[str, Tensor], extra: dict[str, Any]) -> None:
     live: dict[str, Tensor] = {**adapter.adapted_parameters(), **dict(adapter.model.named_buffers())}
     if set(live) != set(moving) or any(live[name].shape != moving[name].shape for name in live):
         raise StateError("the saved state belongs to another network or method; resume with those it was saved with")
