@@ -25,9 +25,9 @@ from dltta.data.sites import SiteFolder, Slices, open_site
 from dltta.data.streams import SiteStream, split_stream
 from dltta.errors import DataError, SettingError, require
 from dltta.models.calibration import Calibration
+from dltta.models.folds import Folds
 from dltta.models.io.checkpoint import Checkpoint
 from dltta.models.io.factories import arguments, import_object, required_arguments
-from dltta.models.folds import Folds
 from dltta.models.io.opened import OpenedModel
 from dltta.models.nets.architecture import BUILDERS, Architecture
 from dltta.models.normalization import BATCH_STATISTICS, NormalizationStatistics

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dltta.core.adapter import Adapter
 from dltta.core.ensemble import AnyAdapter, Ensemble
 from dltta.core.step import Step, Update
 from dltta.data.formats.images import Geometry, Image
@@ -137,14 +138,32 @@ def load(opened: OpenedModel, image: Image, digest: str) -> Loaded:
     return Loaded(digest, image.geometry, tuple(map(opened.prepare, _slices(image, axis))), axis)
 
 
-class Predictor:
-    """Predicts cases with an adapter; with a `shadow` (a source model) the adapter only learns, the shadow predicts."""
+@dataclass(frozen=True)
+class Still:
+    """An adapter that predicts as it now is, and learns nothing."""
 
-    def __init__(self, opened: OpenedModel, adapter: AnyAdapter, shadow: AnyAdapter | None = None) -> None:
+    adapter: Adapter
+
+    def step(self, x: Tensor, *, case: str | None = None) -> Step:
+        return Step(self.adapter.predict(x), ())
+
+    def again(self, x: Tensor, step: Step) -> Tensor:
+        return self.adapter.predict(x)
+
+
+class Predictor:
+    """Predicts cases with an adapter; with a `shadow` (a source model) the adapter only learns, the shadow predicts.
+
+    Without `learning` the adapter predicts as it now is.
+    """
+
+    def __init__(
+        self, opened: OpenedModel, adapter: AnyAdapter, shadow: AnyAdapter | None = None, *, learning: bool = True
+    ) -> None:
         window = opened.window if opened.task == "segmentation" else None
         self.opened, self.adapter = opened, adapter
-        self._adapting = _members(adapter, window)
-        self._shadow = None if shadow is None else _members(shadow, window)
+        self._adapting = [Windowed(each if learning else Still(each), window) for each in _members(adapter)]
+        self._shadow = None if shadow is None else [Windowed(each, window) for each in _members(shadow)]
 
     def step(self, x: Tensor, *, case: str | None = None) -> Step:
         """Adapt to a batch x (B, C, *spatial) as the network takes it, and predict it."""
@@ -206,9 +225,9 @@ class Predictor:
         return step, step if self._shadow is None else _together(self._shadow, x, case)
 
 
-def _members(adapter: AnyAdapter, window: Sliding | None) -> list[Windowed]:
-    """Every network of an ensemble goes over the windows of an image alone."""
-    return [Windowed(each, window) for each in (adapter.members if isinstance(adapter, Ensemble) else (adapter,))]
+def _members(adapter: AnyAdapter) -> list[Adapter]:
+    """The adapters of an ensemble, each of which goes over the windows of an image alone, or the one there is."""
+    return adapter.members if isinstance(adapter, Ensemble) else [adapter]
 
 
 def _together(members: Sequence[Windowed], x: Tensor, case: str | None) -> Step:

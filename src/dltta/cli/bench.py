@@ -112,7 +112,11 @@ def bench(
     model: Annotated[
         str | None,
         typer.Option(
-            "-m", "--model", metavar="MODEL", help=f"Instead of --source, train nothing: {MODEL_HELP}", show_default="none"
+            "-m",
+            "--model",
+            metavar="MODEL",
+            help=f"Instead of --source, train nothing: {MODEL_HELP}",
+            show_default="none",
         ),
     ] = None,
     target: Annotated[

@@ -153,7 +153,9 @@ def _batch_name(cases: Sequence[Case]) -> str:
     return cases[0].name if not more else f"{cases[0].name} and {more} more"
 
 
-def record_case(case: Case, prediction: Tensor, dataset: Dataset, step: Step, position: int, seconds: float) -> CaseRecord:
+def record_case(
+    case: Case, prediction: Tensor, dataset: Dataset, step: Step, position: int, seconds: float
+) -> CaseRecord:
     """The record of one case; an unlabeled one has no metrics."""
     numbers = (_finite(step.loss), _finite(step.discrepancy), _finite(step.rate))
     decision = decision_of(step)

@@ -164,16 +164,21 @@ class StateFolder:
     def load(self, number: int, sha256: str, adapter: AnyAdapter) -> None:
         """Bring an adapter of the same network and settings to version `number`, and remove later versions."""
         version = self.read(number, sha256)
-        extra = dict(version.state["extra"])
-        memory = extra.get("memory")
-        extra["memory"] = None if memory is None else {**memory, **self.memory(version)}
-        _restore(adapter, version.state["moving"], extra)
+        self.restore(version, adapter)
+        memory = version.state["extra"].get("memory")
         self._pairs, self._pushed = version.pairs, memory["pushed"] if memory else 0
         with on_disk(self.folder):
             for later in self.numbers():
                 if later > number:
                     self._version(later).unlink()
                     self._needs.pop(later, None)
+
+    def restore(self, version: Version, adapter: AnyAdapter) -> None:
+        """Bring an adapter of the same network and settings to a version; nothing on the disk changes."""
+        extra = dict(version.state["extra"])
+        memory = extra.get("memory")
+        extra["memory"] = None if memory is None else {**memory, **self.memory(version)}
+        _restore(adapter, version.state["moving"], extra)
 
     def read(self, number: int, sha256: str) -> Version:
         """One version; a file with another hash is not parsed."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dltta.data.formats.images import Geometry, Image
 from dltta.errors import InputError, SettingError
-from dltta.models.io.nnunet.plan import Plan, quiet
+from dltta.models.io.nnunet.plan import Plan
 from dltta.models.io.opened import Prepared, Segmented, require_classes
 
 FLAT = 999.0  # spacing that nnU-Net gives the axis that a 2-D image does not have
@@ -43,10 +43,9 @@ class NNUNetImages:
         properties: dict[str, Any] = {"spacing": spacing}
         preprocessor = self.plan.configuration.preprocessor_class(verbose=False)
         try:
-            with quiet():
-                prepared, _, properties = preprocessor.run_case_npy(
-                    data, None, properties, self.plan.plans, self.plan.configuration, dict(self.plan.dataset)
-                )
+            prepared, _, properties = preprocessor.run_case_npy(
+                data, None, properties, self.plan.plans, self.plan.configuration, dict(self.plan.dataset)
+            )
         except FAILURES as error:
             reason = " ".join(str(error).split())[:160] or type(error).__name__
             raise InputError(f"nnU-Net cannot preprocess an image of {tuple(data.shape[1:])}: {reason}") from error
@@ -78,7 +77,11 @@ def as_read(image: Image, reader: str) -> tuple[NDArray[np.float32], list[float]
     spacing = _zooms(geometry)
     if array.ndim == 3:
         widest = max(spacing) * FLAT
-        return array.swapaxes(1, 2)[:, None], [widest, *spacing[::-1]], lambda found: found[..., 0, :, :].swapaxes(-1, -2)
+        return (
+            array.swapaxes(1, 2)[:, None],
+            [widest, *spacing[::-1]],
+            lambda found: found[..., 0, :, :].swapaxes(-1, -2),
+        )
     if reader == REORIENTED:
         return _reoriented(image, spacing)
     return array.transpose(0, 3, 2, 1), spacing[::-1], _turned

@@ -67,7 +67,7 @@ def read_plan(folder: NNUNetFolder, checkpoint: Mapping[str, Any]) -> Plan:
     from nnunetv2.utilities.plans_handling.plans_handler import PlansManager
 
     dataset = read_json(folder.path / "dataset.json")
-    with _planned(str(folder.path)):
+    with quiet(), _planned(str(folder.path)):
         plans = PlansManager(read_json(folder.path / "plans.json"))
         configuration = plans.get_configuration(checkpoint["init_args"]["configuration"])
         labels = plans.get_label_manager(dataset)

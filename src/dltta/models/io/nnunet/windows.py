@@ -36,9 +36,11 @@ class NNUNetWindow:
         plan: Plan = self._plan  # type: ignore[attr-defined]
         model: nn.Module = self._model  # type: ignore[attr-defined]
         predictor = _predictor(self.tile_step_size, next(model.parameters()).device)
-        predictor.manual_initialization(
-            _Window(network), plan.plans, plan.configuration, None, dict(plan.dataset), plan.trainer, self.mirroring
-        )
+        managers = (plan.plans, plan.configuration)
+        with quiet():
+            predictor.manual_initialization(
+                _Window(network), *managers, None, dict(plan.dataset), plan.trainer, self.mirroring
+            )
         logits = [predictor.predict_sliding_window_return_logits(image.cpu()) for image in x]
         return torch.stack([each.clone() for each in logits])
 
