@@ -115,7 +115,7 @@ def bench(
             "-m",
             "--model",
             metavar="MODEL",
-            help=f"Instead of --source, train nothing: {MODEL_HELP}",
+            help=f"Compare on this model instead of training one on --source. {MODEL_HELP}",
             show_default="none",
         ),
     ] = None,

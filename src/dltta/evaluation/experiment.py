@@ -119,9 +119,7 @@ class Experiment:
         """What has no meaning for a model that is not trained here."""
         learned = [method for method in self.methods if method in UDA]
         if learned:
-            raise SettingError(
-                f"{learned[0]} trains a network of its own with source images; give --source, not a model"
-            )
+            raise SettingError(f"{learned[0]} learns with source images; give --source, not a model")
         if self.seeds != 1:
             raise SettingError(f"a given model is one network, got {self.seeds} seeds; use --orders to repeat streams")
 

@@ -1,4 +1,4 @@
-"""2 networks. Any trained network by its name on the command line: ours, a MONAI bundle, nnU-Net's, or one's own code."""
+"""2 networks. Any trained network by its name on the command line: ours, a bundle, nnU-Net's, one's own code."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -83,8 +83,8 @@ class ModelSource:
             )
         raise SettingError(
             misplaced(path)
-            or f"{self.spec} is not a model: give a folder with model.json, a MONAI bundle, a result folder of nnU-Net, "
-            "or package.module:function"
+            or f"{self.spec} is not a model: give a folder with model.json, a MONAI bundle, a result folder of "
+            "nnU-Net, or package.module:function"
         )
 
     def _checkpoint(self, folder: Path) -> OpenedModel:

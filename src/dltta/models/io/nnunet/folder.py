@@ -1,4 +1,4 @@
-"""2 networks. A result folder of nnU-Net on disk: plans, folds and checkpoints, read without running what is in them."""
+"""2 networks. A result folder of nnU-Net on disk: plans, folds and checkpoints, of which nothing is run."""
 
 import json
 import pickle
@@ -16,7 +16,7 @@ from dltta.errors import SettingError, StateError
 CHECKPOINT = "checkpoint_final.pth"
 DESCRIBED = ("plans.json", "dataset.json")
 NEEDED = ("network_weights", "trainer_name", "init_args")
-# Beside tensors and plain values nnU-Net saves single numbers of numpy: losses, Dice scores. Names as numpy 2 and 1 say.
+# Beside tensors and plain values nnU-Net saves single numbers of numpy (losses, scores), by names of numpy 2 or 1.
 ALLOWED: list[Any] = [
     scalar,
     (scalar, "numpy.core.multiarray.scalar"),
@@ -42,7 +42,7 @@ def is_nnunet(path: Path) -> bool:
 
 
 def misplaced(path: Path) -> str | None:
-    """What to give instead of a folder that lies above or below one of nnU-Net's; None if it has nothing to do with it."""
+    """What to give instead of a folder that lies above or below one of nnU-Net's; None for any other."""
     if path.name.startswith("fold_") and is_nnunet(path.resolve().parent):
         return f"{path} is one fold; give the folder above it, with --fold {path.name.removeprefix('fold_')}"
     inside = sorted(child.name for child in path.iterdir() if is_nnunet(child)) if path.is_dir() else []
