@@ -150,8 +150,9 @@ class TestAdapting:
 
     def test_the_guard_predicts_mirrored_copies_with_the_model_it_chose(self, tmp_path):
         opened = open_model(str(write_nnunet(tmp_path, 2)))
-        adapter = make_adapter(opened, paper("tent", "fixed").changed(guard=True, alpha=1.0))
-        adapter.step(torch.rand(1, 1, 8, 8))
+        adapter = make_adapter(opened, paper("tent", "fixed").changed(guard=True))
+        for parameter in adapter.adapted_parameters().values():
+            parameter.data += 1
         step = adapter.step(torch.zeros(1, 1, 8, 8))  # constant: the source model predicts
         x = torch.rand(1, 1, 8, 8)
         assert step.decision.outcome.by_source

@@ -13,6 +13,7 @@ from dltta.data.case import Task
 from dltta.data.formats.images import Image
 from dltta.data.preprocessing import Preprocessing
 from dltta.errors import SettingError
+from dltta.models.compiled import program_kind
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
 from dltta.models.io.factories import call_factory, is_factory
 from dltta.models.io.fingerprint import fingerprint
@@ -77,6 +78,11 @@ class ModelSource:
         if is_factory(self.spec) and not path.exists():
             return self._factory(predicting=predicting)
         if path.is_file():
+            if (kind := program_kind(path)) is not None:
+                raise SettingError(
+                    f"{self.spec} is {kind}, which has no layers to adapt and may have no gradient; name the code that "
+                    "builds the network: package.module:function --weights FILE"
+                )
             raise SettingError(
                 f"{self.spec} holds weights at most, but no network; name the code that builds it: "
                 f"package.module:function --weights {self.spec}"
