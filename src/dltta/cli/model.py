@@ -42,5 +42,3 @@ def card(
 
 
 add_command(app, card)
-# a group with one command would lose the command's name without a callback
-app.callback()(lambda: None)

@@ -56,7 +56,7 @@ def missing_parts(opened: OpenedModel) -> list[str]:
     found = []
     if opened.calibration is None:
         found.append(
-            "calibration: images far out of distribution are not recognized, and shrinkage statistics not used"
+            "calibration: the guard cannot tell images far out of distribution, and there are no shrinkage statistics"
         )
     pairs = None if opened.checkpoint is None else opened.checkpoint.pairs
     joint = None if opened.checkpoint is None else opened.checkpoint.joint
@@ -134,22 +134,22 @@ def rehearsed(opened: OpenedModel) -> Iterator[str]:
     if opened.calibration is None:
         yield "none: the model was not calibrated on source images"
     else:
-        layers = len(opened.calibration.layers)
-        yield f"calibrated on source images: {layers} layers, {len(opened.calibration.predictions)} numbers of predictions"
+        measured = len(opened.calibration.layers), len(opened.calibration.predictions)
+        yield "calibrated on source images: {} layers, {} numbers about predictions".format(*measured)
 
 
 def _intended(opened: OpenedModel) -> str:
     what = "segmenting" if opened.task == "segmentation" else "classifying"
     return (
-        f"{what.capitalize()} {', '.join(opened.classes)} in images like those it was trained on, and, adapting, in images "
-        "of other scanners and protocols of the same anatomy. Research; not a medical device."
+        f"{what.capitalize()} {', '.join(opened.classes)} in images like those it was trained on, and, adapting, in "
+        "images of other scanners and protocols of the same anatomy. Research; not a medical device."
     )
 
 
 def limits(opened: OpenedModel) -> Iterator[str]:
     """Where it must not be trusted."""
     yield "predictions on images of other anatomy, modality or disease are not covered by any number here"
-    yield "adaptation changes predictions; look at decisions and reasons in stream.jsonl, and keep the source's for review"
+    yield "adaptation changes predictions: look at the decisions and reasons in stream.jsonl"
     for part in missing_parts(opened):
         yield f"without {part}"
 

@@ -33,7 +33,7 @@ def program_kind(path: Path) -> str | None:
         return None
     with zipfile.ZipFile(path) as archive:
         inside = {name.partition("/")[2] for name in archive.namelist()}
-    if path.suffix == ".pt2" or any(name.startswith(("models/", "serialized_exported_program")) for name in inside):
+    if path.suffix == ".pt2" or "archive_format" in inside:
         return "a program of torch.export"
     return "TorchScript" if any(name.startswith("code/") for name in inside) else None
 
@@ -41,4 +41,6 @@ def program_kind(path: Path) -> str | None:
 def _has_layers(model: nn.Module) -> bool:
     """Whether a traced graph still calls layers; torch.export turns all of them into functions."""
     graph = getattr(model, "graph", None)
-    return graph is None or any(node.op == "call_module" for node in graph.nodes)
+    return graph is None or any(
+        node.op == "call_module" and not str(node.target).startswith("_guards") for node in graph.nodes
+    )

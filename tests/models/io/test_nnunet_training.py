@@ -1,4 +1,4 @@
-"""A network that nnU-Net planned, preprocessed and trained itself: adapted, exported, and predicted by nnU-Net again."""
+"""A network that nnU-Net planned and trained itself: adapted, exported, and predicted by nnU-Net again."""
 
 import json
 import subprocess
