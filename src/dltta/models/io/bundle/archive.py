@@ -44,8 +44,8 @@ def _refuse_tricks(path: Path, archive: zipfile.ZipFile) -> None:
         PurePosixPath(member.filename).name == "constants.pkl" for member in members
     ):
         raise SettingError(
-            f"{path} is a TorchScript archive, which has no layers to adapt and may have no gradient; give the bundle's "
-            "folder, with models/model.pt"
+            f"{path} is a TorchScript archive, which has no layers to adapt and may have no gradient; give the "
+            "bundle's folder, with models/model.pt"
         )
     for member in members:
         name = PurePosixPath(member.filename)
