@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, overload
 
 import torch
 
@@ -68,6 +68,10 @@ class TrainConfig:
     training: Mapping[str, Any] = field(default_factory=dict)
 
 
+@overload
+def make_adapter(model: Checkpoint, recipe: Recipe) -> Adapter: ...
+@overload
+def make_adapter(model: OpenedModel, recipe: Recipe) -> AnyAdapter: ...
 def make_adapter(model: Checkpoint | OpenedModel, recipe: Recipe) -> AnyAdapter:
     """The adapter that runs this recipe on this model; `Recipe.resolved` fills what the recipe leaves to the paper.
 

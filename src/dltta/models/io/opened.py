@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from torch import Tensor, nn
 
@@ -34,6 +34,8 @@ class Views(Protocol):
 
 class Sliding(Protocol):
     """How an image goes through a network in windows; a dataclass of plain values, which the log records."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def patch(self) -> tuple[int, ...]: ...
