@@ -2,15 +2,16 @@
 
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, overload
 
 import torch
 
 from dltta.core.adapter import Adapter
+from dltta.core.ensemble import AnyAdapter, Ensemble
 from dltta.core.memory import MemoryBank
 from dltta.core.objectives import ATTA, PTBN, TTT, Objective, Preparation, Source, Tent
 from dltta.core.rates import AnyRate, Exponential, Fixed, Proportional, Relative
@@ -24,6 +25,7 @@ from dltta.data.sites import SiteFolder, Slices, open_site
 from dltta.data.streams import SiteStream, split_stream
 from dltta.errors import DataError, SettingError, require
 from dltta.models.calibration import Calibration
+from dltta.models.folds import Folds
 from dltta.models.io.checkpoint import Checkpoint
 from dltta.models.io.factories import arguments, import_object, required_arguments
 from dltta.models.io.opened import OpenedModel
@@ -66,12 +68,23 @@ class TrainConfig:
     training: Mapping[str, Any] = field(default_factory=dict)
 
 
-def make_adapter(model: Checkpoint | OpenedModel, recipe: Recipe) -> Adapter:
+@overload
+def make_adapter(model: Checkpoint, recipe: Recipe) -> Adapter: ...
+@overload
+def make_adapter(model: OpenedModel, recipe: Recipe) -> AnyAdapter: ...
+def make_adapter(model: Checkpoint | OpenedModel, recipe: Recipe) -> AnyAdapter:
     """The adapter that runs this recipe on this model; `Recipe.resolved` fills what the recipe leaves to the paper.
 
-    It starts from the network that the method starts from (`Checkpoint.for_method`).
+    It starts from the network that the method starts from (`Checkpoint.for_method`). Of several networks that predict
+    together each has an adapter.
     """
     model = model.for_method(recipe.method)
+    if isinstance(model, OpenedModel) and isinstance(model.model, Folds):
+        return Ensemble([_make_single(replace(model, model=fold), recipe) for fold in model.model.folds])
+    return _make_single(model, recipe)
+
+
+def _make_single(model: Checkpoint | OpenedModel, recipe: Recipe) -> Adapter:
     recipe = recipe.resolved(model.task, calibrated=model.calibration is not None)
     if recipe.method in (Method.SOURCE, *UDA):  # the source model exactly; the others adapted in training
         return Adapter(model.model, Source(), layout="given" if recipe.method == Method.SOURCE else "auto")

@@ -5,7 +5,7 @@ window by window, and images to classify go through it in batches. Every part is
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Protocol
 
@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from dltta.core.adapter import Adapter
+from dltta.core.ensemble import AnyAdapter, Ensemble
 from dltta.core.step import Step, Update
 from dltta.data.formats.images import Geometry, Image
 from dltta.data.slices import from_slices, slice_axis
 from dltta.errors import InputError, NonFiniteError
-from dltta.models.io.opened import OpenedModel, Prepared, Window
+from dltta.models.io.opened import OpenedModel, Prepared, Sliding
 from dltta.models.predictions import probabilities
 from dltta.quality.decision import Decision, combine
 from dltta.quality.guarded import GuardedStep, decision_of
@@ -28,6 +29,24 @@ class Stepping(Protocol):
     """What adapts to one batch after another, such as `Adapter`."""
 
     def step(self, x: Tensor, *, case: str | None = None) -> Step: ...
+
+    def again(self, x: Tensor, step: Step) -> Tensor: ...
+
+
+@dataclass
+class _Views:
+    """An adapter as windows ask it: every window is a step, other views of it are predicted as that step predicted."""
+
+    adapter: Stepping
+    case: str
+    steps: list[Step] = field(default_factory=list)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.steps.append(self.adapter.step(x, case=f"{self.case}, window {len(self.steps) + 1}"))
+        return self.steps[-1].logits.to(x.device)
+
+    def again(self, x: Tensor) -> Tensor:
+        return self.adapter.again(x, self.steps[-1]).to(x.device)
 
 
 @dataclass(frozen=True)
@@ -39,28 +58,23 @@ class Windowed:
     """
 
     adapter: Stepping
-    window: Window | None = None
+    window: Sliding | None = None
 
     def step(self, x: Tensor, *, case: str | None = None) -> Step:
         """One image x (1, C, *spatial), or several one after the other.
 
         Loss, discrepancy and rate are means over the windows' first updates; the discrepancy over those that have one.
         """
-        spatial = tuple(x.shape[2:])
         if self.window is None:
             return self.adapter.step(x, case=case)
-        if len(spatial) != len(self.window.patch):
-            raise InputError(f"{case or 'image'}: windows of {self.window.patch} do not fit images of {spatial}")
-        if spatial == self.window.size(spatial):
+        try:
+            whole = self.window.whole(tuple(x.shape[2:]))
+        except InputError as error:
+            raise InputError(f"{case or 'image'}: {error}") from error
+        if whole:
             return self.adapter.step(x, case=case)
-        steps: list[Step] = []
-
-        def adapt(part: Tensor) -> Tensor:
-            steps.append(self.adapter.step(part, case=f"{case or 'image'}, window {len(steps) + 1}"))
-            return steps[-1].logits.to(part.device)
-
-        blended = self.window.slide(x, adapt)
-        return joined(steps, blended)
+        network = _Views(self.adapter, case or "image")
+        return joined(network.steps, self.window.slide(x, network))
 
 
 def joined(steps: Sequence[Step], logits: Tensor) -> Step:
@@ -108,29 +122,52 @@ class Prediction:
     step: Step
     decision: Decision | None = None  # the guard's about this case; None without one
     change: float | None = None  # shadow: share of positions that the adapted model predicts otherwise
+    segmented: Tensor | None = None  # (*spatial) the mask, where the model has a way of its own from logits to it
+
+    def labels(self, opened: OpenedModel) -> Tensor:
+        """Class values (*spatial), or the class."""
+        return opened.labels(self.probabilities) if self.segmented is None else self.segmented
 
 
 def load(opened: OpenedModel, image: Image, digest: str) -> Loaded:
     """An image as the network takes it; a volume in slices where the network takes 2-D images."""
     sliced = opened.task == "segmentation" and opened.spatial_dims == 2 and image.array.ndim == 4
-    if not sliced:
+    if not sliced or opened.takes_volumes:
         return Loaded(digest, image.geometry, (opened.prepare(image),))
     axis = slice_axis(image.geometry)
     return Loaded(digest, image.geometry, tuple(map(opened.prepare, _slices(image, axis))), axis)
 
 
-class Predictor:
-    """Predicts cases with an adapter; with a `shadow` (a source model) the adapter only learns, the shadow predicts."""
+@dataclass(frozen=True)
+class Still:
+    """An adapter that predicts as it now is, and learns nothing."""
 
-    def __init__(self, opened: OpenedModel, adapter: Adapter, shadow: Adapter | None = None) -> None:
+    adapter: Adapter
+
+    def step(self, x: Tensor, *, case: str | None = None) -> Step:
+        return Step(self.adapter.predict(x), ())
+
+    def again(self, x: Tensor, step: Step) -> Tensor:
+        return self.adapter.predict(x)
+
+
+class Predictor:
+    """Predicts cases with an adapter; with a `shadow` (a source model) the adapter only learns, the shadow predicts.
+
+    Without `learning` the adapter predicts as it now is.
+    """
+
+    def __init__(
+        self, opened: OpenedModel, adapter: AnyAdapter, shadow: AnyAdapter | None = None, *, learning: bool = True
+    ) -> None:
         window = opened.window if opened.task == "segmentation" else None
         self.opened, self.adapter = opened, adapter
-        self._adapting = Windowed(adapter, window)
-        self._shadow = None if shadow is None else Windowed(shadow, window)
+        self._adapting = [Windowed(each if learning else Still(each), window) for each in _members(adapter)]
+        self._shadow = None if shadow is None else [Windowed(each, window) for each in _members(shadow)]
 
     def step(self, x: Tensor, *, case: str | None = None) -> Step:
         """Adapt to a batch x (B, C, *spatial) as the network takes it, and predict it."""
-        return self._adapting.step(x, case=case)
+        return _together(self._adapting, x, case)
 
     def segment(self, name: str, loaded: Loaded) -> Prediction:
         """A whole image, or a volume slice by slice."""
@@ -146,7 +183,8 @@ class Predictor:
         """Images of one shape, together."""
         x = torch.stack([item.parts[0].image for item in loaded])
         case = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-        step, given, adapted = self._ask(x, case)
+        step, shown = self._ask(x, case)
+        given, adapted = _finite(shown, case), _finite(step, case)
         decision = decision_of(step)
         return [
             Prediction(
@@ -171,19 +209,37 @@ class Predictor:
         return found
 
     def _part(self, name: str, part: Prepared) -> Prediction:
-        step, (given,), (adapted,) = self._ask(part.image[None], name)
-        change = None
+        step, shown = self._ask(part.image[None], name)
+        (given,), change = _finite(shown, name), None
         if self._shadow is not None:
+            (adapted,) = _finite(step, name)
             change = (self.opened.labels(given) != self.opened.labels(adapted)).float().mean().item()
-        return Prediction(part.restore(given), step, decision_of(step), change)
+        if part.segment is None:
+            return Prediction(part.restore(given), step, decision_of(step), change)
+        found = part.segment(shown.logits[0].cpu())
+        return Prediction(found.probabilities, step, decision_of(step), change, found.labels)
 
-    def _ask(self, x: Tensor, case: str) -> tuple[Step, Tensor, Tensor]:
-        """Adapt; the probabilities to predict with, and those of the adapted network (B, classes, *positions)."""
+    def _ask(self, x: Tensor, case: str) -> tuple[Step, Step]:
+        """Adapt; the adapted network's step, and the step to predict with."""
         step = self.step(x, case=case)
-        adapted = _finite(step, case)
-        if self._shadow is None:
-            return step, adapted, adapted
-        return step, _finite(self._shadow.step(x, case=case), case), adapted
+        return step, step if self._shadow is None else _together(self._shadow, x, case)
+
+
+def _members(adapter: AnyAdapter) -> list[Adapter]:
+    """The adapters of an ensemble, each of which goes over the windows of an image alone, or the one there is."""
+    return adapter.members if isinstance(adapter, Ensemble) else [adapter]
+
+
+def _together(members: Sequence[Windowed], x: Tensor, case: str | None) -> Step:
+    """The mean of what the members' logits are, summed up one after the other."""
+    if len(members) == 1:
+        return members[0].step(x, case=case)
+    steps = [member.step(x, case=case) for member in members]
+    logits = steps[0].logits.clone()
+    for step in steps[1:]:
+        logits += step.logits
+    logits /= len(steps)
+    return joined(steps, logits)
 
 
 def _finite(step: Step, case: str) -> Tensor:

@@ -181,7 +181,6 @@ class TestExport:
         ("opened", "bundle", "words"),
         [
             (segmenter(), True, "was built by code, which a MONAI bundle cannot hold"),
-            (segmenter(kind="bundle"), False, "is a MONAI bundle and can only be exported as one; add --bundle"),
             (segmenter(model=trained(Segmenter(), seed=1)), False, "adapted another network than this one"),
         ],
     )

@@ -7,7 +7,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from dltta.cli import data, state
+from dltta.cli import data, model, state
 from dltta.cli.adapt import adapt
 from dltta.cli.bench import bench
 from dltta.cli.demo import demo
@@ -38,6 +38,7 @@ for command in (demo, train, inspect, adapt, evaluate, bench, reproduce, report,
     add_command(app, command)
 app.add_typer(state.app, name="state")
 app.add_typer(data.app, name="data")
+app.add_typer(model.app, name="model")
 
 
 @dataclass

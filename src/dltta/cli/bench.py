@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from dltta.cli.options import FLAG, Device, Json, count_processes, require_device, split_names
+from dltta.cli.options import FLAG, MODEL_HELP, Device, Json, OwnModel, count_processes, require_device, split_names
 from dltta.errors import SettingError
 from dltta.recipes import UDA, Method, Optimizer, Recipe
 
@@ -23,7 +23,7 @@ class Compared:
             metavar="NAMES",
             help="Test-time methods, with commas: source, ptbn, ttt, tent, atta, recommended, package.module:Class; or "
             f"methods that learn with target images: {', '.join(UDA)}.",
-            show_default="source,ptbn,ttt,tent,atta",
+            show_default="source,ptbn,ttt,tent,atta; of a given model those that it has all parts for",
         ),
     ] = None
     rates: Annotated[
@@ -97,6 +97,7 @@ class RunOptions:
 def bench(
     compared: Compared,
     running: RunOptions,
+    own: OwnModel,
     config: Annotated[
         Path | None, typer.Argument(metavar="CONFIG", help="A TOML file, such as those in configs.")
     ] = None,
@@ -106,6 +107,16 @@ def bench(
             metavar="SITE",
             help="Source site with labels; repeat to train on several together.",
             show_default="those of CONFIG",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "-m",
+            "--model",
+            metavar="MODEL",
+            help=f"Compare on this model instead of training one on --source. {MODEL_HELP}",
+            show_default="none",
         ),
     ] = None,
     target: Annotated[
@@ -133,6 +144,7 @@ def bench(
     Examples:
         dltta bench --source data/a --target data/b -o runs/ab
         dltta bench --source data/a --target data/b --seeds 3 -o runs/ab
+        dltta bench --model bundles/spleen --target data/b --methods source,tent -o runs/spleen
         dltta bench configs/real/nuclei_tissue.toml --data sites -j 2
     """
     from dltta.cli.progress import bars
@@ -153,6 +165,8 @@ def bench(
         methods=split_names(compared.methods), rates=split_names(compared.rates), seeds=compared.seeds,
         orders=compared.orders,
     )  # fmt: skip
+    model = model or table.pop("model", None)
+    table |= _given_model(own, model, table)
     needed = [*table.get("methods", list(Method)), *(["memory"] if adaptation.get("prefill") else [])]
     training.setdefault("with", [name for name in AUXILIARIES if name in needed])
     experiment = build(
@@ -184,6 +198,18 @@ def _shared_recipe(table: dict[str, Any]) -> Recipe:
                 f"[adaptation] is for all methods; {key} is no part of it: use methods and rates above it"
             )
     return build(Recipe, table, "[adaptation]")
+
+
+def _given_model(own: OwnModel, model: str | None, table: dict[str, Any]) -> dict[str, Any]:
+    """The model to compare on, and unless they are named the methods that it has all parts for."""
+    if model is None:
+        if own != OwnModel():
+            raise SettingError("options about a model of your own need one; add --model MODEL")
+        return {}
+    from dltta.evaluation.experiment import open_given, working_methods
+
+    source = own.source(model)
+    return {"model": source, **({} if "methods" in table else {"methods": working_methods(open_given(source))})}
 
 
 def _given(**options: Any) -> dict[str, Any]:

@@ -112,14 +112,17 @@ Device = Annotated[str, typer.Option(metavar="NAME", help="Where to compute: cpu
 Json = Annotated[
     bool, typer.Option("--json", metavar=FLAG, help="Print the result as JSON, for programs, instead of text.")
 ]
-MODEL_HELP = "A model folder of dltta train, a MONAI bundle (folder or zip), or package.module:function."
+MODEL_HELP = (
+    "A model folder of dltta train, a MONAI bundle (folder or zip), a result folder of nnU-Net, or "
+    "package.module:function."
+)
 
 
 @dataclass(frozen=True)
 class OwnModel:
     """What to say about a model that cannot tell it itself."""
 
-    panel: ClassVar[str] = "A model from your own code or a MONAI bundle (docs/models.md)"
+    panel: ClassVar[str] = "A model from your own code, a MONAI bundle or nnU-Net (docs/models.md)"
     weights: Annotated[
         Path | None,
         typer.Option(
@@ -179,6 +182,14 @@ class OwnModel:
             help="Own code: accept it without --weights, because it loads them itself or random ones are meant.",
         ),
     ] = False
+    fold: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDS",
+            help="nnU-Net: which folds: 0, or 0,1 (each adapts, they predict together), or all.",
+            show_default="every fold there is",
+        ),
+    ] = None
 
     def source(
         self, spec: str, *, size: tuple[int, ...] | None = None, patch: tuple[int, ...] | None = None
@@ -197,6 +208,7 @@ class OwnModel:
             patch=patch,
             run_expressions=self.run_expressions,
             untrained=self.untrained,
+            fold=self.fold,
         )
 
     def _preprocessing(self) -> "Preprocessing | None":

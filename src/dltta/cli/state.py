@@ -30,6 +30,7 @@ Version = Annotated[
     int | None, typer.Option(metavar="N", help="Which version, as `dltta state list` shows it.", show_default="latest")
 ]
 HASH = re.compile("[0-9a-f]{64}")
+COMPARED = 8  # images that an exported model is compared on
 
 
 def list_(output: Output, as_json: Json = False) -> None:
@@ -158,21 +159,42 @@ def export(
     ],
     target: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="Where the model is written.")],
     own: OwnModel,
+    images: Annotated[
+        Path | None,
+        typer.Option(
+            "-i",
+            "--input",
+            metavar="PATH",
+            help="Images to compare the written model with the adapting one on; the first 8 are taken.",
+            show_default="one image of noise",
+        ),
+    ] = None,
     version: Version = None,
     bundle: Annotated[bool, typer.Option("--bundle", metavar=FLAG, help="Write a MONAI bundle.")] = False,
 ) -> None:
-    """Write the adapted model as a plain model that no longer adapts, with the source model's stored statistics.
+    """Write the adapted model as a plain model that no longer adapts, and measure how far it is from the adapting one.
 
-    It has the form of the source model (a model folder, or weights for your own code), or is a MONAI bundle.
+    It has the form of the source model (a model folder, a bundle, a result folder of nnU-Net, or weights for your own
+    code), or is a MONAI bundle. Statistics that went along with the stream (--statistics running) are in it; otherwise
+    it has the source model's, and differs from the model that adapts by what the statistics of each image do.
 
     Examples:
         dltta state export predictions -m models/a -o models/a_at_b
-        dltta state export predictions -m bundles/spleen -o spleen_at_b --bundle
+        dltta state export predictions -m bundles/spleen -o spleen_at_b -i scans
+        dltta state export predictions -m models/a -o a_at_b --bundle
     """
+    from dltta.data.inbox import find_incoming, read_incoming
+    from dltta.serving.maintenance import difference, live_adapter
     from dltta.serving.maintenance import export as write_model
 
-    write_model(output, own.source(model).open(), target, number=version, bundle=bundle)
+    opened = own.source(model).open()
+    read = [] if images is None else [read_incoming(case) for case in find_incoming(images)[:COMPARED]]
+    adapted = write_model(output, opened, target, number=version, bundle=bundle)
+    share = difference(live_adapter(output, opened, version), adapted, read)
+    on = f"{len(read)} images" if read else "one image of noise (give images with -i)"
+    unit = "positions" if adapted.task == "segmentation" else "images"
     typer.echo(f"{target}: the model as adapted in {output}")
+    typer.echo(f"it predicts {share:.2%} of {unit} otherwise than the model that adapts, on {on}")
 
 
 add_command(app, list_, "list")

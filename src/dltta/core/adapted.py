@@ -14,6 +14,7 @@ from dltta.core.passes import placement
 from dltta.core.rates import AnyRate
 from dltta.core.snapshot import Snapshot, load_state, state_of
 from dltta.errors import DlttaError, NothingToAdaptError, SettingError, StateError
+from dltta.models.compiled import require_layers
 from dltta.models.fast import speed_up
 from dltta.models.features import find_layer
 from dltta.models.statistics import stateful_layers
@@ -39,6 +40,7 @@ class AdaptedNetwork(nn.Module):
         layout: Layout,
     ) -> None:
         super().__init__()
+        require_layers(model)
         with torch.inference_mode(False):
             self.model = copy.deepcopy(model).requires_grad_(False).eval()
             self.objective = copy.deepcopy(objective)

@@ -93,6 +93,10 @@ class Adapter(AdaptedNetwork):
             x = accept(self.model, x)
             return self._tried(x, self._forward(x, learning=False).logits)
 
+    def again(self, x: Tensor, step: Step) -> Tensor:
+        """The prediction of another view x of the batch of the latest step, predicted as that was; learns nothing."""
+        return self.predict(x)
+
     def _begin(self, x: Tensor) -> Tensor:
         x = accept(self.model, x)
         if self.mode == "image-specific":

@@ -107,10 +107,14 @@ class SiteFolder:
         return len(self.entries)
 
     def __getitem__(self, index: int) -> Case:
+        return self.read(index)[0]
+
+    def read(self, index: int) -> tuple[Case, Image]:
+        """A case, and its image with all that its file says of where it lies."""
         entry = self.entries[index]
         image = read_named_channels(entry.files, len(self.description.channels))
         label = read_label(entry, image.geometry, self.classes)
-        return Case(
+        case = Case(
             name=entry.name,
             site=self.site,
             group=entry.group,
@@ -119,6 +123,7 @@ class SiteFolder:
             spacing=image.geometry.spacing,
             limit=image.geometry.limit,
         )
+        return case, image
 
 
 class Slices:

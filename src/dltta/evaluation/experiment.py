@@ -1,5 +1,7 @@
 """Source training and every stream of an experiment, resumable: what `dltta bench` and `dltta demo` run.
 
+With a model that is there already nothing is trained, and every image is prepared and scored as that model does it.
+
 OUT/
   models/seed_0/…         one source model per seed; METHOD_TARGET_seed_0 for methods that learn with target images
   streams/KEY.json        one finished stream each; never run twice
@@ -14,6 +16,7 @@ import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
@@ -31,19 +34,21 @@ from dltta.config import (
 )
 from dltta.data.case import Case, Cases, Dataset, Mapped
 from dltta.data.streams import SiteStream, split_stream, stream_order
-from dltta.errors import DataError, SettingError
+from dltta.errors import DataError, DlttaError, SettingError
 from dltta.evaluation.examples import Example, Keep, gather_examples
+from dltta.evaluation.files import require_site, run_files
 from dltta.evaluation.formats import csv_text, latex, markdown
 from dltta.evaluation.provenance import Provenance, checksum
 from dltta.evaluation.report import write_report
 from dltta.evaluation.results import Results, StreamResult
-from dltta.evaluation.run import run_stream
+from dltta.evaluation.run import StreamRecord, run_stream
 from dltta.evaluation.tables import by_target, method_label
 from dltta.files import write_atomically
 from dltta.metrics import SCORING
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
 from dltta.models.io.fingerprint import fingerprint
-from dltta.models.io.opening import open_checkpoint
+from dltta.models.io.opened import OpenedModel
+from dltta.models.io.opening import ModelSource, open_checkpoint
 from dltta.predictor import Predictor
 from dltta.recipes import (
     MATCHED,
@@ -76,9 +81,10 @@ class Experiment:
     Models, streams and examples are kept in `work`, which several experiments may share, or else in `output`.
     """
 
-    source: tuple[str, ...]
-    targets: tuple[str, ...]
-    output: str
+    source: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
+    output: str = ""
+    model: ModelSource | None = None  # compared on, instead of networks trained on `source`
     work: str | None = None
     root: str | None = None  # where it is does not decide what comes out: not part of the description
     in_domain: str = VALIDATION
@@ -101,10 +107,22 @@ class Experiment:
             make_uda(method, settings)
         for rate in self.rates:
             split_rate(rate)
-        if not self.source or not self.targets:
-            raise SettingError("an experiment needs at least one source site and one target site")
+        if bool(self.source) == (self.model is not None) or not self.targets:
+            raise SettingError("an experiment needs source sites or a model, not both, and at least one target site")
+        if not self.output:
+            raise SettingError("an experiment needs a folder for its results; give output, or -o FOLDER")
+        if self.model is not None:
+            self._check_given()
         if self.seeds < 1 or self.orders < 1:
             raise SettingError(f"seeds and orders must be at least 1, got {self.seeds} and {self.orders}")
+
+    def _check_given(self) -> None:
+        """What has no meaning for a model that is not trained here."""
+        learned = [method for method in self.methods if method in UDA]
+        if learned:
+            raise SettingError(f"{learned[0]} learns with source images; give --source, not a model")
+        if self.seeds != 1:
+            raise SettingError(f"a given model is one network, got {self.seeds} seeds; use --orders to repeat streams")
 
     @property
     def folder(self) -> Path:
@@ -116,7 +134,7 @@ class Experiment:
 
     def describe(self) -> dict[str, Any]:
         """The whole configuration as JSON; what two runs must share to share their streams."""
-        description: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        description: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
         del description["output"], description["work"], description["root"]
         return description
 
@@ -130,7 +148,8 @@ class Experiment:
 
     def jobs(self) -> list["Job"]:
         """Every stream, unadapted ones first; methods without a loss run once whatever the rates."""
-        home = [] if self.in_domain == "none" else [self.in_domain]
+        absent = ("none",) if self.model is None else ("none", VALIDATION)  # a given model kept no cases here
+        home = [] if self.in_domain in absent else [self.in_domain]
         jobs = [Job(target, "source", "none", seed, 0) for target in home for seed in range(self.seeds)]
         for seed in range(self.seeds):
             for target in self.targets:
@@ -244,7 +263,8 @@ def run_experiment(
     else:
         _run_in_processes(bench, waiting, device, processes, tick)
     results = collect_results(bench, jobs)
-    write_outputs(experiment, results, gather_shown(bench, jobs, models[0]), models[0], notes)
+    trained = models.get(0)
+    write_outputs(experiment, results, gather_shown(bench, jobs, trained), trained, notes)
     return results
 
 
@@ -254,6 +274,8 @@ def prepare(
     """Look at the sites, train what is not trained, read the data once; the models by seed."""
     listener = listener or Listener()
     _check_sites(experiment)
+    if experiment.model is not None:
+        return _prepare_given(experiment, experiment.model), {}
     models = {seed: train_source(experiment, seed, device, listener.training(seed)) for seed in range(experiment.seeds)}
     weights = {f"seed_{seed}": _weights(model) for seed, model in models.items()}
     for job in experiment.jobs():
@@ -269,6 +291,36 @@ def prepare(
     networks = {"source": models[0], "ttt": models[0].joint}
     losses = {name: network.record["losses"] for name, network in networks.items() if network is not None}
     return Bench(experiment, weights, _data(experiment, models), measured, losses), models
+
+
+def _prepare_given(experiment: Experiment, source: ModelSource) -> Bench:
+    """A model that is there: every site must fit it, and every method must work, before the first stream."""
+    opened = open_given(source)
+    for target in dict.fromkeys(job.target for job in experiment.jobs()):
+        require_site(opened, experiment.open(target))
+    for job in {job.method: job for job in experiment.jobs()}.values():
+        make_adapter(opened, experiment.recipe(job))
+    data = {(job.target, 0): checksum(experiment.open(job.target)) for job in experiment.jobs()}
+    calibration = {} if opened.calibration is None else {"seed_0": opened.calibration.checksum()}
+    return Bench(experiment, {"seed_0": opened.fingerprint}, data, calibration, {})
+
+
+@lru_cache(maxsize=1)
+def open_given(source: ModelSource) -> OpenedModel:
+    """The model that streams run on; opened once in a process."""
+    return source.open()
+
+
+def working_methods(opened: OpenedModel) -> tuple[str, ...]:
+    """The methods that this model has all parts for."""
+    found = []
+    for method in Method:
+        try:
+            make_adapter(opened, Recipe(method))
+        except DlttaError:
+            continue
+        found.append(str(method))
+    return tuple(found)
 
 
 def train_source(experiment: Experiment, seed: int, device: str, report: Report) -> Checkpoint:
@@ -309,19 +361,35 @@ def train_uda(experiment: Experiment, job: Job, source: Checkpoint, device: str,
 def run_job(bench: Bench, job: Job, device: str) -> None:
     """Run one stream and write it down; both files appear whole or not at all, the stream last."""
     experiment = bench.experiment
-    checkpoint, dataset, order = open_stream(experiment, job, device)
-    opened = open_checkpoint(checkpoint, job.model)
+    opened, dataset, order = _opened_stream(experiment, job, device)
     shown = Keep(dataset[i].name for i in _shown(len(dataset), experiment.examples))
     recipe = experiment.recipe(job).resolved(opened.task, calibrated=opened.calibration is not None)
     if job.rate == MATCHED:
         recipe = replace(recipe, alpha=_dynamic_mean(bench, job, device))
     predictor = Predictor(opened, make_adapter(opened, recipe))
-    record = run_stream(predictor, dataset, order, batch_size=recipe.batch_size or 1, collect=shown)
-    source = "+".join(checkpoint.record["sites"])
+    run: Callable[..., StreamRecord] = run_stream if experiment.model is None else run_files
+    record = run(predictor, dataset, order, batch_size=recipe.batch_size or 1, collect=shown)
+    source = opened.name if experiment.model is not None else "+".join(_trained_on(opened))
     stream = StreamResult.of(record, source=source, method=job.method, rate=job.rate, seed=job.seed, order=job.order)
     provenance = Provenance.collect(seeds=[job.seed], data={dataset.site: bench.data[job.target, job.seed]})
     _save_predictions(bench.example_file(job), shown)
     Results(asdict(job), provenance, (stream,)).write(bench.stream_file(job))
+
+
+def _opened_stream(experiment: Experiment, job: Job, device: str) -> tuple[OpenedModel, Dataset, list[int]]:
+    """The model ready to run, the images it gets, and their order."""
+    if experiment.model is None:
+        checkpoint, dataset, order = open_stream(experiment, job, device)
+        return open_checkpoint(checkpoint, job.model), dataset, order
+    opened = open_given(experiment.model)
+    opened.model.to(device)
+    site = experiment.open(job.target)
+    return opened, site, stream_order(site, np.random.default_rng([experiment.training.seed, job.order]))
+
+
+def _trained_on(opened: OpenedModel) -> Sequence[str]:
+    sites: Sequence[str] = () if opened.checkpoint is None else opened.checkpoint.record["sites"]
+    return sites
 
 
 def _dynamic_mean(bench: Bench, job: Job, device: str) -> float:
@@ -360,14 +428,15 @@ def write_outputs(
     experiment: Experiment,
     results: Results,
     examples: Sequence[Example],
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | None,
     notes: Sequence[str],
 ) -> None:
     """Results, tables in three formats, and the report."""
     folder = experiment.folder
     results.write(folder / "results.json")
     write_tables(folder, results)
-    write_report(folder / "report.html", results, examples=examples, training=training_curves(checkpoint), notes=notes)
+    curves = {} if checkpoint is None else training_curves(checkpoint)
+    write_report(folder / "report.html", results, examples=examples, training=curves, notes=notes)
 
 
 def write_tables(folder: Path, results: Results) -> None:
@@ -392,7 +461,7 @@ def training_curves(checkpoint: Checkpoint) -> dict[str, list[float]]:
     return curves
 
 
-def gather_shown(bench: Bench, jobs: Sequence[Job], checkpoint: Checkpoint) -> list[Example]:
+def gather_shown(bench: Bench, jobs: Sequence[Job], checkpoint: Checkpoint | None) -> list[Example]:
     """The examples of the first target, seed and order, with every method's prediction."""
     target = bench.experiment.targets[0]
     first = [job for job in jobs if (job.target, job.seed, job.order) == (target, 0, 0)]
@@ -402,7 +471,9 @@ def gather_shown(bench: Bench, jobs: Sequence[Job], checkpoint: Checkpoint) -> l
     return gather_examples(kept, dataset.classes)
 
 
-def _dataset(experiment: Experiment, target: str, seed: int, checkpoint: Checkpoint) -> Dataset:
+def _dataset(experiment: Experiment, target: str, seed: int, checkpoint: Checkpoint | None) -> Dataset:
+    if checkpoint is None:
+        return experiment.open(target)
     if target != VALIDATION:
         return Mapped(experiment.open(target), checkpoint.preprocessing.case)
     sites = [experiment.open(spec) for spec in experiment.source]

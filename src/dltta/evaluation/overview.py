@@ -14,6 +14,7 @@ from dltta.core.adapter import Adapter
 from dltta.core.objectives import Objective
 from dltta.core.rates import Fixed
 from dltta.errors import DlttaError
+from dltta.evaluation.card import missing_parts
 from dltta.models.inspection import Layer, NetworkSummary, count, statistics_changed, summarize
 from dltta.models.io.checkpoint import training_words
 from dltta.models.io.opened import OpenedModel
@@ -59,6 +60,7 @@ class Overview:
             "activation": opened.activation,
             "window": None if opened.window is None else asdict(opened.window),
             "network": {**asdict(network), "memory": {"images": MEMORY, "bytes": MEMORY * network.bytes_per_image}},
+            "missing": missing_parts(opened),
             "methods": {
                 check.method: {k: v for k, v in asdict(check).items() if k != "method"} for check in self.methods
             },
@@ -66,7 +68,14 @@ class Overview:
 
     def tables(self) -> RenderableType:
         """For a screen of 80 columns or more."""
-        parts = (_heading(self), _layers(self.network), _normalizations(self.network), _methods(self), _memory(self))
+        parts = (
+            _heading(self),
+            _layers(self.network),
+            _normalizations(self.network),
+            _methods(self),
+            _memory(self),
+            _missing(self),
+        )
         return Group(*(line for part in parts for line in (part, Text(""))))
 
 
@@ -200,6 +209,11 @@ def _memory(seen: Overview) -> Text:
         f"default feature layer: {network.feature_layer}, keys of {_by(network.key)}; "
         f"a memory of {MEMORY} images takes {_bytes(MEMORY * network.bytes_per_image)}"
     )
+
+
+def _missing(seen: Overview) -> Text:
+    found = missing_parts(seen.opened)
+    return Text("\n".join(["missing", *(f"  {part}" for part in found)]) if found else "nothing is missing")
 
 
 def _table(*columns: str) -> Table:

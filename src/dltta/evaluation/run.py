@@ -119,7 +119,7 @@ def run_stream(
         step = adapter.step(_stack(cases), case=_batch_name(cases))
         seconds = (time.perf_counter() - started) / len(cases)
         for position, (case, prediction) in enumerate(zip(cases, predicted(step.logits, dataset), strict=True)):
-            row = _row(case, prediction, dataset, step, position, seconds)
+            row = record_case(case, prediction, dataset, step, position, seconds)
             rows.append(row)
             if row.volume is not None:
                 stacks.add(case, prediction)
@@ -181,7 +181,9 @@ def _batch_name(cases: Sequence[Case]) -> str:
     return cases[0].name if not more else f"{cases[0].name} and {more} more"
 
 
-def _row(case: Case, prediction: Tensor, dataset: Dataset, step: Step, position: int, seconds: float) -> CaseRecord:
+def record_case(
+    case: Case, prediction: Tensor, dataset: Dataset, step: Step, position: int, seconds: float
+) -> CaseRecord:
     """The record of one case; an unlabeled one has no metrics."""
     numbers = (_finite(step.loss), _finite(step.discrepancy), _finite(step.rate))
     decision = decision_of(step)

@@ -20,11 +20,11 @@ from torch.func import functional_call
 from dltta.core.adapted import Layout
 from dltta.core.adapter import Adapter
 from dltta.core.objectives.objective import Objective, Predicts, Preparation
-from dltta.core.passes import run
+from dltta.core.passes import accept, run
 from dltta.core.rates import AnyRate
 from dltta.core.snapshot import Snapshot
 from dltta.core.step import Step, Update
-from dltta.errors import NonFiniteError
+from dltta.errors import InputError, NonFiniteError
 from dltta.models.calibration import LayerSamples
 from dltta.models.fast import speed_up
 from dltta.models.features import Seen
@@ -91,6 +91,19 @@ class GuardedAdapter(Adapter):
                 decisions = [decision or result.decision for decision in decisions]
             self.batches_seen += 1
             return GuardedStep(logits.detach(), updates, of_batch([each for each in decisions if each is not None]))
+
+    def again(self, x: Tensor, step: Step) -> Tensor:
+        """By the model that predicted the latest step: the adapted one, the unadapted one or the source model."""
+        decision = decision_of(step)
+        if decision is None or decision.images:
+            raise InputError("other views are predicted for one image at a time; use a batch size of 1")
+        with torch.inference_mode(False):
+            x = accept(self.model, x)
+            if decision.outcome.by_source:
+                return _logits(self._references[0])(x)
+            if decision.outcome == Outcome.KEPT and not step.updates and decision.reason != Reason.NON_FINITE:
+                return self._with(self._start(), x)
+            return self.predict(x)
 
     def reset(self) -> None:
         super().reset()

@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from dltta.config import make_adapter
-from dltta.core.adapter import Adapter
-from dltta.core.objectives import Source
 from dltta.data.inbox import Incoming
 from dltta.data.prefetch import prefetch
 from dltta.errors import DataError, DlttaError, InputError, NonFiniteError, SettingError
@@ -118,10 +116,8 @@ class Stream:
         self.predictor = self._predictor(deployment)
 
     def _predictor(self, deployment: str) -> Predictor:
-        shadow = deployment == Deployment.SHADOW
-        return Predictor(
-            self.opened, self.adapter, Adapter(self.opened.model, Source(), layout="given") if shadow else None
-        )
+        source = make_adapter(self.opened, paper(Method.SOURCE)) if deployment == Deployment.SHADOW else None
+        return Predictor(self.opened, self.adapter, source)
 
     def answer(self, case: Incoming, tick: Tick = lambda line: None) -> Fields:
         """Predict one case now; its line of the log, on the disk, also if it was predicted before.

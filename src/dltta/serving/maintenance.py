@@ -1,23 +1,34 @@
 """Maintenance of a stream on disk: list its versions, roll back, export the adapted network."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from safetensors.torch import save as tensors_to_bytes
+from torch import Tensor, nn
 
+from dltta.config import make_adapter
+from dltta.core.ensemble import AnyAdapter
+from dltta.data.formats.format import Image
 from dltta.errors import SettingError, StateError
 from dltta.files import write_atomically
 from dltta.models.io.bundle.export import export_bundle
 from dltta.models.io.checkpoint import save_checkpoint
 from dltta.models.io.opened import OpenedModel
+from dltta.models.io.probing import SIZES, noise
+from dltta.models.predictions import probabilities
+from dltta.predictor import Predictor, load
+from dltta.recipes import Method, Recipe, paper
 from dltta.serving.index import StreamIndex
 from dltta.serving.journal import Fields, Journal, on_disk, walk
 from dltta.serving.record import LOG, STATE, require_schema
 from dltta.serving.signing import Signer
 from dltta.serving.state import StateFolder, Version
+
+STORED = {"test_mean": "running_mean", "test_variance": "running_var"}  # what `Running` keeps, and what torch calls it
 
 
 @dataclass(frozen=True)
@@ -99,16 +110,22 @@ def require_key(output: Path, folder: StateFolder, key: Path | None) -> Signer |
     return None if key is None else Signer.from_file(key, output)
 
 
-def export(output: Path, opened: OpenedModel, target: Path, *, number: int | None = None, bundle: bool = False) -> Path:
-    """The adapted network for frozen use, in the format that the model came in, or as a MONAI bundle."""
+def export(
+    output: Path, opened: OpenedModel, target: Path, *, number: int | None = None, bundle: bool = False
+) -> OpenedModel:
+    """Write the adapted network for frozen use, in the form that the model came in, or as a MONAI bundle."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise SettingError(f"{target} is there already and not empty; choose another folder")
-    if not bundle and opened.kind == "bundle":
-        raise SettingError(f"{opened.name} is a MONAI bundle and can only be exported as one; add --bundle")
+    if bundle and opened.nnunet is not None:
+        raise SettingError(f"{opened.name} is nnU-Net's, whose preprocessing no bundle holds; leave --bundle out")
     version, adapted = adapted_model(output, opened, number)
     with on_disk(target):
-        if bundle:
+        if bundle or opened.kind == "bundle":
             export_bundle(target, adapted)
+        elif adapted.nnunet is not None:
+            from dltta.models.io.nnunet.export import export_nnunet
+
+            export_nnunet(target, adapted.nnunet, adapted.model)
         elif adapted.checkpoint is not None:
             record = {**adapted.checkpoint.record, "adapted": {"version": version.number, "state": version.sha256}}
             save_checkpoint(target, replace(adapted.checkpoint, model=adapted.model, record=record))
@@ -116,13 +133,13 @@ def export(output: Path, opened: OpenedModel, target: Path, *, number: int | Non
             state = adapted.model.state_dict()
             weights = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
             write_atomically(target / "model.safetensors", tensors_to_bytes(weights))
-    return target
+    return adapted
 
 
 def adapted_model(output: Path, opened: OpenedModel, number: int | None = None) -> tuple[Version, OpenedModel]:
     """The network that the stream's method starts from, with the parameters that the stream moved.
 
-    Its stored statistics are as they were.
+    Statistics that went along with the stream (`running`) are stored in it; otherwise those of the source stay.
     """
     folder, version = _version(output, number)
     begun = folder.description()
@@ -136,7 +153,51 @@ def adapted_model(output: Path, opened: OpenedModel, number: int | None = None) 
         raise SettingError(f"the method put {added[0]!r} into the network, which a plain network cannot hold")
     for name in version.state["extra"]["adapted"]:
         own[name].data.copy_(version.state["moving"][name])
+    _store_statistics(model, version.state["moving"])
     return version, replace(opened, model=model)
+
+
+def live_adapter(output: Path, opened: OpenedModel, number: int | None = None) -> AnyAdapter:
+    """The adapter as it was after a version, with its memory; nothing on the disk changes."""
+    folder, version = _version(output, number)
+    adapter = make_adapter(opened, Recipe(**folder.description()["recipe"]))
+    folder.restore(version, adapter)
+    return adapter
+
+
+def difference(live: AnyAdapter, adapted: OpenedModel, images: Sequence[Image] = ()) -> float:
+    """Share of positions (of images, in classification) that the exported model predicts otherwise than the adapter.
+
+    Both as they are, without learning; on one image of noise where no images are given.
+    """
+    exported = make_adapter(adapted, paper(Method.SOURCE))
+    if not images:
+        x = noise(adapted.in_channels, adapted.size or (SIZES[adapted.spatial_dims][0],) * adapted.spatial_dims)
+        return _differing(probabilities(live.predict(x)), probabilities(exported.predict(x)))
+    pair = [Predictor(adapted, adapter, learning=False) for adapter in (live, exported)]
+    shares = []
+    for image in images:
+        loaded = load(adapted, image, "")
+        if adapted.task == "classification":
+            given = [each.classify(["image"], [loaded])[0] for each in pair]
+        else:
+            given = [each.segment("image", loaded) for each in pair]
+        one, other = (prediction.labels(adapted) for prediction in given)
+        shares.append((one != other).float().mean().item())
+    return fmean(shares)
+
+
+def _differing(one: Tensor, other: Tensor) -> float:
+    return (one.argmax(dim=1) != other.argmax(dim=1)).float().mean().item()
+
+
+def _store_statistics(model: nn.Module, moving: Mapping[str, Tensor]) -> None:
+    """Mean and variance that a method kept along the stream, as stored statistics of the layers they belong to."""
+    for name, value in moving.items():
+        layer, _, kept = name.rpartition(".")
+        if kept in STORED:
+            stored = getattr(model.get_submodule(layer), STORED[kept])
+            stored.copy_(value)
 
 
 def _method(folder: StateFolder, begun: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dltta.core.adapter import Adapter
+from dltta.core.ensemble import AnyAdapter
 from dltta.data.formats import dicom
 from dltta.data.formats.format import endings
 from dltta.errors import SettingError, StateError
@@ -38,7 +38,7 @@ class Record:
         output: Path,
         folder: StateFolder,
         description: Fields,
-        adapter: Adapter,
+        adapter: AnyAdapter,
         signer: Signer | None = None,
         *,
         resume: bool,

@@ -25,7 +25,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
 
-from dltta.core.adapter import Adapter
+from dltta.core.ensemble import AnyAdapter
 from dltta.errors import StateError
 from dltta.files import (
     PRIVATE,
@@ -136,14 +136,14 @@ class StateFolder:
         for folder in (self.folder, *self._folders()):
             remove_parts(folder)
 
-    def save(self, number: int, adapter: Adapter) -> str:
+    def save(self, number: int, adapter: AnyAdapter) -> str:
         """Write version `number` and return its hash; the oldest go when there are too many or they take too much."""
         packed = self.pack(number, adapter)
         self.put(packed)
         self.forget(self.oldest())
         return packed.sha256
 
-    def pack(self, number: int, adapter: Adapter) -> Packed:
+    def pack(self, number: int, adapter: AnyAdapter) -> Packed:
         """Version `number` as bytes; the version before it must be on the disk."""
         extra = adapter.get_extra_state()
         memory = extra.pop("memory")
@@ -161,19 +161,24 @@ class StateFolder:
                 write_atomically(self._memory(packed.number), packed.new_pairs, mode=PRIVATE)
             self._put(packed.number, packed.content)
 
-    def load(self, number: int, sha256: str, adapter: Adapter) -> None:
+    def load(self, number: int, sha256: str, adapter: AnyAdapter) -> None:
         """Bring an adapter of the same network and settings to version `number`, and remove later versions."""
         version = self.read(number, sha256)
-        extra = dict(version.state["extra"])
-        memory = extra.get("memory")
-        extra["memory"] = None if memory is None else {**memory, **self.memory(version)}
-        _restore(adapter, version.state["moving"], extra)
+        self.restore(version, adapter)
+        memory = version.state["extra"].get("memory")
         self._pairs, self._pushed = version.pairs, memory["pushed"] if memory else 0
         with on_disk(self.folder):
             for later in self.numbers():
                 if later > number:
                     self._version(later).unlink()
                     self._needs.pop(later, None)
+
+    def restore(self, version: Version, adapter: AnyAdapter) -> None:
+        """Bring an adapter of the same network and settings to a version; nothing on the disk changes."""
+        extra = dict(version.state["extra"])
+        memory = extra.get("memory")
+        extra["memory"] = None if memory is None else {**memory, **self.memory(version)}
+        _restore(adapter, version.state["moving"], extra)
 
     def read(self, number: int, sha256: str) -> Version:
         """One version; a file with another hash is not parsed."""
@@ -327,13 +332,13 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _moving(adapter: Adapter) -> dict[str, Tensor]:
+def _moving(adapter: AnyAdapter) -> dict[str, Tensor]:
     """Everything in the network that a step may change: adapted parameters and buffers."""
     moving: dict[str, Tensor] = {**adapter.adapted_parameters(), **dict(adapter.model.named_buffers())}
     return {name: tensor.detach().cpu() for name, tensor in moving.items()}
 
 
-def _restore(adapter: Adapter, moving: Mapping[str, Tensor], extra: dict[str, Any]) -> None:
+def _restore(adapter: AnyAdapter, moving: Mapping[str, Tensor], extra: dict[str, Any]) -> None:
     live: dict[str, Tensor] = {**adapter.adapted_parameters(), **dict(adapter.model.named_buffers())}
     if set(live) != set(moving) or any(live[name].shape != moving[name].shape for name in live):
         raise StateError("the saved state belongs to another network or method; resume with those it was saved with")

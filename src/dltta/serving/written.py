@@ -43,7 +43,7 @@ class PredictionWriter:
                 "probabilities": shortest(prediction.probabilities.tolist()),
             }
         named = replace(case, name=self.naming.name(case, loaded.digest))
-        labels, files = self.opened.labels(prediction.probabilities).numpy(), []
+        labels, files = prediction.labels(self.opened).numpy(), []
         anonymous = None if self.naming.key is None else Anonymous(named.name, secret=self.naming.key)
         try:
             files.append(

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from dltta.errors import DlttaError, SettingError
+from dltta.models.compiled import require_layers
 
 
 def is_factory(spec: str) -> bool:
@@ -43,6 +44,7 @@ def call_factory(spec: str) -> nn.Module:
         )
     with _OwnCode(spec):
         model = factory()
+    require_layers(model)
     if not isinstance(model, nn.Module):
         raise SettingError(f"{spec} returns a {type(model).__name__}, not a torch.nn.Module")
     return model

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from torch import Tensor, nn
 
@@ -14,9 +14,39 @@ from dltta.models.calibration import Calibration
 from dltta.models.io.checkpoint import NO_ROTATION, Checkpoint, Reconstructions, Rotation
 from dltta.models.predictions import most_likely
 
-Kind = Literal["checkpoint", "bundle", "factory"]
+if TYPE_CHECKING:
+    from dltta.models.io.nnunet.folder import NNUNetFolder
+
+Kind = Literal["checkpoint", "bundle", "factory", "nnunet"]
 Activation = Literal["softmax", "sigmoid"]
 Blend = Literal["constant", "gaussian"]
+
+
+class Views(Protocol):
+    """What windows ask of a network: the prediction (1, C, *patch) of one, and of other views of the same window."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def again(self, x: Tensor) -> Tensor:
+        """Of the window that was called last, mirrored: nothing is learned from it."""
+        ...
+
+
+class Sliding(Protocol):
+    """How an image goes through a network in windows; a dataclass of plain values, which the log records."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def patch(self) -> tuple[int, ...]: ...
+
+    def whole(self, spatial: tuple[int, ...]) -> bool:
+        """Whether an image of this size is one window, and goes through the network as it is."""
+        ...
+
+    def slide(self, x: Tensor, network: Views) -> Tensor:
+        """The blended logits of images x (B, C, *spatial), window by window in order."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -47,6 +77,11 @@ class Window:
         """The window for an image of this size: `patch` with the image's size where it says 0."""
         return tuple(want or have for want, have in zip(self.patch, spatial, strict=True))
 
+    def whole(self, spatial: tuple[int, ...]) -> bool:
+        if len(spatial) != len(self.patch):
+            raise InputError(f"windows of {self.patch} do not fit images of {spatial}")
+        return spatial == self.size(spatial)
+
     def slide(self, x: Tensor, network: Callable[[Tensor], Tensor]) -> Tensor:
         """The blended logits of a network that sees images x (B, C, *spatial) one window at a time, in order."""
         from monai.inferers import sliding_window_inference
@@ -71,11 +106,20 @@ class Prepared:
 
     `restore` takes class probabilities (classes, *network size), which sum to one, to (classes, *size of the file),
     each on the voxel it belongs to. What the preprocessing had cut away comes back as background. Of a classification
-    it gives back what it got.
+    it gives back what it got. `segment` is for models that have a way back of their own, from logits.
     """
 
     image: Tensor  # (C, *network size) float32
     restore: Callable[[Tensor], Tensor]
+    segment: Callable[[Tensor], "Segmented"] | None = None
+
+
+@dataclass(frozen=True)
+class Segmented:
+    """A segmentation on the grid of the file."""
+
+    labels: Tensor  # (*spatial) int64
+    probabilities: Tensor  # (classes, *spatial)
 
 
 @dataclass(frozen=True)
@@ -95,7 +139,7 @@ class OpenedModel:
     name: str
     fingerprint: str  # sha256 of weights and description: which network was this?
     prepare: Callable[[Image], Prepared]
-    window: Window | None = None  # None: whole images
+    window: Sliding | None = None  # None: whole images
     activation: Activation = "softmax"
     threshold: float = 0.5
     size: tuple[int, ...] | None = None  # a spatial size that the network is known to take
@@ -104,6 +148,8 @@ class OpenedModel:
     calibration: Calibration | None = None  # how source images look to its layers
     checkpoint: Checkpoint | None = None  # where it came from, if it is one of ours
     bundle: Path | None = None  # where it came from, if it is a bundle: the folder or zip
+    nnunet: "NNUNetFolder | None" = None  # where it came from, if it is nnU-Net's
+    takes_volumes: bool = False  # a 2-D network whose `prepare` and `window` take volumes themselves, as nnU-Net's
 
     def for_method(self, method: str) -> "OpenedModel":
         """The same model with the network that the method starts from; see `Checkpoint.for_method`."""

@@ -1,4 +1,4 @@
-"""2 networks. Any trained network by its name on the command line: a checkpoint, a MONAI bundle, or one's own code."""
+"""2 networks. Any trained network by its name on the command line: ours, a bundle, nnU-Net's, one's own code."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,6 +13,7 @@ from dltta.data.case import Task
 from dltta.data.formats.images import Image
 from dltta.data.preprocessing import Preprocessing
 from dltta.errors import SettingError
+from dltta.models.compiled import program_kind
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
 from dltta.models.io.factories import call_factory, is_factory
 from dltta.models.io.fingerprint import fingerprint
@@ -34,9 +35,10 @@ __all__ = ["ModelSource", "OpenedModel", "Prepared", "Window", "open_model"]
 class ModelSource:
     """What somebody says about the network to open, as commands take it.
 
-    `spec` is a checkpoint folder, a MONAI bundle (folder or zip), or `package.module:function`. All else is only for
-    networks that cannot tell it themselves: `weights` for code, `task` and `classes` for code and bundles,
-    `preprocessing`, `size` (known to fit), `channels`, `patch` and `overlap` (sliding window) for code.
+    `spec` is a checkpoint folder, a MONAI bundle (folder or zip), a result folder of nnU-Net, or
+    `package.module:function`. All else is only for networks that cannot tell it themselves: `weights` for code, `task`
+    and `classes` for code and bundles, `preprocessing`, `size` (known to fit), `channels`, `patch` and `overlap`
+    (sliding window) for code. `fold` chooses among the networks of nnU-Net: `0`, `0,1` or `all`.
     `run_expressions` lets a bundle run the Python that is written in its configuration. `untrained` accepts code
     without `weights`, which would otherwise predict with random ones unnoticed.
     """
@@ -52,6 +54,7 @@ class ModelSource:
     overlap: float | None = None
     run_expressions: bool = False
     untrained: bool = False
+    fold: str | None = None
 
     def __post_init__(self) -> None:
         if self.task not in (None, *get_args(Task)):
@@ -68,26 +71,37 @@ class ModelSource:
 
         if path.exists() and is_bundle(path):
             return self._bundle(path)
+        from dltta.models.io.nnunet.folder import is_nnunet, misplaced
+
+        if is_nnunet(path):
+            return self._nnunet(path)
         if is_factory(self.spec) and not path.exists():
             return self._factory(predicting=predicting)
         if path.is_file():
+            if (kind := program_kind(path)) is not None:
+                raise SettingError(
+                    f"{self.spec} is {kind}, which has no layers to adapt and may have no gradient; name the code that "
+                    "builds the network: package.module:function --weights FILE"
+                )
             raise SettingError(
                 f"{self.spec} holds weights at most, but no network; name the code that builds it: "
                 f"package.module:function --weights {self.spec}"
             )
         raise SettingError(
-            f"{self.spec} is not a model: give a folder with model.json, a MONAI bundle, or package.module:function"
+            misplaced(path)
+            or f"{self.spec} is not a model: give a folder with model.json, a MONAI bundle, a result folder of "
+            "nnU-Net, or package.module:function"
         )
 
     def _checkpoint(self, folder: Path) -> OpenedModel:
         described = ("weights", "task", "classes", "preprocessing", "channels")
-        self._refuse("a checkpoint folder", *described, "run_expressions", "untrained")
+        self._refuse("a checkpoint folder", *described, "run_expressions", "untrained", "fold")
         return self._windowed(open_checkpoint(load_checkpoint(folder), folder.resolve().name))
 
     def _bundle(self, path: Path) -> OpenedModel:
         from dltta.models.io.bundle import open_bundle
 
-        self._refuse("a bundle", "preprocessing", "channels", "untrained")
+        self._refuse("a bundle", "preprocessing", "channels", "untrained", "fold")
         opened = open_bundle(
             path,
             weights=self.weights,
@@ -98,8 +112,15 @@ class ModelSource:
         )
         return self._windowed(opened)
 
+    def _nnunet(self, path: Path) -> OpenedModel:
+        from dltta.models.io.nnunet.opening import open_nnunet
+
+        described = ("weights", "task", "classes", "preprocessing", "channels", "patch", "overlap")
+        self._refuse("an nnU-Net folder, which its plans describe", *described, "run_expressions", "untrained")
+        return open_nnunet(path, fold=self.fold)
+
     def _factory(self, *, predicting: bool) -> OpenedModel:
-        self._refuse("code", "run_expressions")
+        self._refuse("code", "run_expressions", "fold")
         model = call_factory(self.spec)
         if self.weights is not None:
             load_weights(model, self.weights)
@@ -137,14 +158,14 @@ class ModelSource:
         if self.patch is None:
             if self.overlap is None:
                 return opened
-            if opened.window is None:
+            if not isinstance(opened.window, Window):
                 raise SettingError(f"{opened.name} takes whole images, which do not overlap; give a patch too")
             return replace(opened, window=replace(opened.window, overlap=self.overlap))
         if len(self.patch) != opened.spatial_dims:
             raise SettingError(
                 f"{opened.name} takes {opened.spatial_dims}-D images, a patch of {self.patch} does not fit"
             )
-        window = opened.window or Window(self.patch)
+        window = opened.window if isinstance(opened.window, Window) else Window(self.patch)
         overlap = window.overlap if self.overlap is None else self.overlap
         return replace(opened, window=replace(window, patch=self.patch, overlap=overlap))
 
@@ -168,10 +189,11 @@ def open_model(
     overlap: float | None = None,
     run_expressions: bool = False,
     untrained: bool = False,
+    fold: str | None = None,
 ) -> OpenedModel:
     """The network that `spec` names, ready to run; see `ModelSource` for what the rest means."""
     return ModelSource(
-        spec, weights, task, classes, preprocessing, size, channels, patch, overlap, run_expressions, untrained
+        spec, weights, task, classes, preprocessing, size, channels, patch, overlap, run_expressions, untrained, fold
     ).open()
 
 

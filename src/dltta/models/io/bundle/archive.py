@@ -43,7 +43,10 @@ def _refuse_tricks(path: Path, archive: zipfile.ZipFile) -> None:
     if any(PurePosixPath(member.filename).parts[-2:] == ("code", "__torch__.py") for member in members) or any(
         PurePosixPath(member.filename).name == "constants.pkl" for member in members
     ):
-        raise SettingError(f"{path} is a TorchScript archive; give the bundle's folder, with models/model.pt")
+        raise SettingError(
+            f"{path} is a TorchScript archive, which has no layers to adapt and may have no gradient; give the "
+            "bundle's folder, with models/model.pt"
+        )
     for member in members:
         name = PurePosixPath(member.filename)
         mode = member.external_attr >> 16

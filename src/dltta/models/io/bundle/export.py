@@ -57,8 +57,9 @@ def _write(folder: Path, opened: OpenedModel, weights: Mapping[str, Tensor]) -> 
         with unpacked(opened.bundle) as source:
             _copy(source, folder)
     elif opened.checkpoint is not None:
+        window = opened.window if isinstance(opened.window, Window) else None
         for name, content in (
-            ("inference", inference_config(opened.checkpoint, opened.window)),
+            ("inference", inference_config(opened.checkpoint, window)),
             ("metadata", metadata(opened)),
         ):
             write_atomically(folder / "configs" / f"{name}.json", json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,269 @@
+"""nnU-Net's result folders: opened safely, and without adaptation predicted as nnU-Net predicts, voxel for voxel."""
+
+import json
+import sys
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+from PIL import Image as Pillow
+
+pytest.importorskip("nnunetv2", reason="the extra nnunet is not installed")
+
+from commands import typed
+from dltta.config import make_adapter
+from dltta.data.formats.images import read_channels, read_mask
+from dltta.errors import DlttaError
+from dltta.models.io.nnunet.images import as_read
+from dltta.models.io.opening import open_model
+from dltta.predictor import Predictor, load
+from dltta.recipes import paper
+from nnunets import plans, predicted_by_nnunet, write_nnunet
+
+OBLIQUE = np.array([[0.0, -1.3, 0.0, 4], [0.9, 0.0, 0.0, -7], [0.0, 0.0, 1.7, 1], [0, 0, 0, 1]])
+
+
+def write_volumes(folder, count=2, shape=(11, 13, 9), channels=1, affine=OBLIQUE):
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(1)
+    for number in range(count):
+        for channel in range(channels):
+            values = rng.normal(100, 50, size=shape).astype(np.float32)
+            values[:2] = 0  # cropped away by nnU-Net where all channels are zero
+            nib.save(nib.Nifti1Image(values, affine), folder / f"case{number}_{channel:04d}.nii.gz")
+    return folder
+
+
+def masks(folder, ending=".nii.gz"):
+    return {path.name: read_mask(path) for path in sorted(folder.glob(f"*{ending}"))}
+
+
+def adapt(monkeypatch, capsys, *arguments):
+    code, out, err = typed(monkeypatch, capsys, "adapt", *arguments)
+    assert code == 0, err
+    return out
+
+
+def same_as_nnunet(monkeypatch, capsys, tmp_path, model, images, folds=(0,), ending=".nii.gz"):
+    predicted_by_nnunet(model, images, tmp_path / "theirs", folds)
+    capsys.readouterr()
+    options = ("--method", "source", "--fold", ",".join(map(str, folds)))
+    adapt(monkeypatch, capsys, "-m", model, "-i", images, "-o", tmp_path / "ours", *options)
+    theirs, ours = masks(tmp_path / "theirs", ending), masks(tmp_path / "ours", ending)
+    assert theirs.keys() == ours.keys()
+    assert len(theirs) == 2
+    for name, mask in theirs.items():
+        assert len(np.unique(mask)) > 1  # something to differ in
+        assert np.array_equal(mask, ours[name])
+
+
+class TestPredictions:
+    """Without adaptation."""
+
+    @pytest.mark.parametrize("axes", [2, 3])
+    def test_masks_are_nnunets_own(self, tmp_path, monkeypatch, capsys, axes):
+        model, images = write_nnunet(tmp_path, axes), write_volumes(tmp_path / "in")
+        same_as_nnunet(monkeypatch, capsys, tmp_path, model, images)
+
+    def test_two_folds_predict_together_as_nnunets_do(self, tmp_path, monkeypatch, capsys):
+        model = write_nnunet(tmp_path, 2, folds=("0", "1"), mirroring=(0,))
+        images = write_volumes(tmp_path / "in", shape=(9, 11, 3))
+        same_as_nnunet(monkeypatch, capsys, tmp_path, model, images, (0, 1))
+
+    def test_low_resolution_transposed_and_reoriented_volumes_of_two_channels(self, tmp_path, monkeypatch, capsys):
+        planned = plans(3, channels=2, spacing=(2.1, 1.4, 1.6))
+        planned |= {"image_reader_writer": "NibabelIOWithReorient"}
+        planned |= {"transpose_forward": [2, 0, 1], "transpose_backward": [1, 2, 0]}
+        model = write_nnunet(tmp_path, 3, channels=2, planned=planned, mirroring=(0, 2))
+        images = write_volumes(tmp_path / "in", channels=2)
+        same_as_nnunet(monkeypatch, capsys, tmp_path, model, images)
+
+    def test_2d_images_in_color(self, tmp_path, monkeypatch, capsys):
+        planned = plans(2, channels=3) | {"image_reader_writer": "NaturalImage2DIO"}
+        model = write_nnunet(tmp_path, 2, channels=3, planned=planned, ending=".png")
+        (tmp_path / "in").mkdir()
+        for name in "ab":
+            values = np.random.default_rng(ord(name)).integers(0, 255, (15, 21, 3), np.uint8)
+            Pillow.fromarray(values).save(tmp_path / "in" / f"{name}_0000.png")
+        same_as_nnunet(monkeypatch, capsys, tmp_path, model, tmp_path / "in", ending=".png")
+
+    def test_probabilities_are_of_the_mask(self, tmp_path):
+        opened = open_model(str(write_nnunet(tmp_path, 3, mirroring=(0,))))
+        (file,) = write_volumes(tmp_path / "in", 1).iterdir()
+        predictor = Predictor(opened, make_adapter(opened, paper("source")))
+        found = predictor.segment("case", load(opened, read_channels([file]), ""))
+        assert found.probabilities.shape == (3, 11, 13, 9)
+        assert torch.allclose(found.probabilities.sum(0), torch.ones(11, 13, 9), atol=1e-3)
+        agreeing = (found.probabilities.argmax(0) == found.labels(opened)).float().mean()
+        assert agreeing > 0.999  # resampled logits may tie in probability
+        assert (found.labels(opened)[:2] == 0).all()  # cut away: background
+
+
+@pytest.mark.parametrize("reader", ["SimpleITKIO", "NibabelIO", "NibabelIOWithReorient"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_images_are_as_nnunets_readers_give_them(tmp_path, reader, turned):
+    from nnunetv2.imageio.reader_writer_registry import recursive_find_reader_writer_by_name
+
+    affine = OBLIQUE if turned else np.diag([-0.7, 0.9, 1.1, 1])
+    image = nib.Nifti1Image(np.random.default_rng(0).integers(0, 900, (4, 5, 6)).astype(np.int16), affine)
+    image.header.set_slope_inter(0.25, 3)
+    nib.save(image, tmp_path / "a.nii.gz")
+    data, properties = recursive_find_reader_writer_by_name(reader)().read_images([str(tmp_path / "a.nii.gz")])
+    read = read_channels([tmp_path / "a.nii.gz"])
+    ours, spacing, back = as_read(read, reader)
+    assert np.array_equal(ours, data)
+    assert list(spacing) == list(properties["spacing"])
+    assert np.array_equal(back(data), read.array)
+
+
+class TestAdapting:
+    """A step per window, of every fold."""
+
+    def test_mirrored_copies_teach_nothing(self, tmp_path):
+        opened = open_model(str(write_nnunet(tmp_path, 2)))
+        (file,) = write_volumes(tmp_path / "in", 1, (10, 12, 3), affine=np.eye(4)).iterdir()
+        adapter = make_adapter(opened, paper("tent", "fixed"))
+        Predictor(opened, adapter).segment("case", load(opened, read_channels([file]), ""))
+        # two of ten columns are zero and cut away: 12 rows x 8 columns in windows of 8 x 8, half a window apart: 2 x 1
+        assert adapter.batches_seen == 2 * 1 * 3  # in each of three slices
+
+    def test_a_stopped_stream_of_two_folds_goes_on_as_if_it_had_not(self, tmp_path, monkeypatch, capsys):
+        model = write_nnunet(tmp_path, 2, folds=("0", "1"), mirroring=(1,))
+        images = write_volumes(tmp_path / "in", 3, shape=(9, 11, 3))
+        options = ("--method", "tent", "--rate", "dynamic", "--alpha", "0.05", "--pool", "2", "--save-probabilities")
+        adapt(monkeypatch, capsys, "-m", model, "-i", images, "-o", tmp_path / "whole", *options)
+        last = images / "case2_0000.nii.gz"
+        last.rename(tmp_path / "case2_0000.nii.gz")
+        adapt(monkeypatch, capsys, "-m", model, "-i", images, "-o", tmp_path / "parts", *options)
+        (tmp_path / "case2_0000.nii.gz").rename(last)
+        adapt(monkeypatch, capsys, "-m", model, "-i", images, "-o", tmp_path / "parts", "--resume", *options)
+        frozen = ("--mode", "frozen", "--save-probabilities")
+        adapt(monkeypatch, capsys, "-m", model, "-i", images, "-o", tmp_path / "source", *frozen)
+        whole, parts, source = (
+            np.asarray(nib.load(tmp_path / part / "case2_probabilities.nii.gz").dataobj)
+            for part in ("whole", "parts", "source")
+        )
+        assert np.array_equal(whole, parts)
+        assert not np.allclose(whole, source, atol=1e-3)
+
+    def test_the_guard_predicts_mirrored_copies_with_the_model_it_chose(self, tmp_path):
+        opened = open_model(str(write_nnunet(tmp_path, 2)))
+        adapter = make_adapter(opened, paper("tent", "fixed").changed(guard=True))
+        for parameter in adapter.adapted_parameters().values():
+            parameter.data += 1
+        step = adapter.step(torch.zeros(1, 1, 8, 8))  # constant: the source model predicts
+        x = torch.rand(1, 1, 8, 8)
+        assert step.decision.outcome.by_source
+        assert torch.allclose(adapter.again(x, step), opened.model(x), atol=1e-5)
+
+    def test_an_exported_folder_is_predicted_by_nnunet_as_by_us(self, tmp_path, monkeypatch, capsys):
+        model = write_nnunet(tmp_path / "results", 2, folds=("0", "1"), mirroring=(0,))
+        images = write_volumes(tmp_path / "in", shape=(9, 11, 3))
+        options = ("--method", "tent", "--rate", "fixed", "--alpha", "0.3")
+        adapt(monkeypatch, capsys, "-m", model, "-i", images, "-o", tmp_path / "out", *options)
+        new = tmp_path / "new"
+        code, out, err = typed(
+            monkeypatch, capsys, "state", "export", tmp_path / "out", "-m", model, "-o", new, "-i", images
+        )
+        assert code == 0, err
+        assert "it predicts 0.00% of positions otherwise than the model that adapts, on 2 images" in out
+        files = (folder / "fold_1" / "checkpoint_final.pth" for folder in (model, new))
+        before, after = (torch.load(file, weights_only=False) for file in files)
+        key = "decoder.stages.0.convs.0.norm.weight"
+        assert not torch.equal(before["network_weights"][key], after["network_weights"][key])
+        assert before["init_args"] == after["init_args"]
+        same_as_nnunet(monkeypatch, capsys, tmp_path / "again", new, images, (0, 1))
+
+
+class Exploit:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+class TestRefused:
+    """One line, exit code 2, nothing run."""
+
+    def test_a_pickle_that_runs_code(self, tmp_path, monkeypatch, capsys):
+        model = write_nnunet(tmp_path, 2)
+        file, evidence = model / "fold_0" / "checkpoint_final.pth", tmp_path / "it ran"
+        torch.save({**torch.load(file, weights_only=False), "logging": Exploit(evidence)}, file)
+        code, _, err = typed(monkeypatch, capsys, "inspect", model)
+        assert code == 2
+        assert "which would run code when loaded" in " ".join(err.split())
+        assert not evidence.exists()
+
+    def test_plans_that_name_a_program(self, tmp_path):
+        planned = plans(2)
+        model = write_nnunet(tmp_path, 2, planned=planned)
+        planned["configurations"]["2d"]["architecture"]["network_class_name"] = "subprocess.run"
+        (model / "plans.json").write_text(json.dumps(planned))
+        with pytest.raises(DlttaError, match=r"names 'subprocess\.run', which is no layer or network"):
+            open_model(str(model))
+
+    def test_the_second_stage_of_a_cascade(self, tmp_path):
+        model = write_nnunet(tmp_path, 3, planned=plans(3, previous_stage="3d_lowres"))
+        with pytest.raises(DlttaError, match="second stage of a cascade, which needs the masks of 3d_lowres"):
+            open_model(str(model))
+
+    def test_regions(self, tmp_path):
+        model = write_nnunet(tmp_path, 2)
+        dataset = json.loads((model / "dataset.json").read_text())
+        dataset |= {"labels": {"background": 0, "whole": [1, 2], "core": 2}, "regions_class_order": [1, 2]}
+        (model / "dataset.json").write_text(json.dumps(dataset))
+        with pytest.raises(DlttaError, match="trained on regions, classes that overlap"):
+            open_model(str(model))
+
+    @pytest.mark.parametrize(
+        ("place", "fold", "words"),
+        [
+            ("", "3", "--fold 3 names fold '3', which is not there; .* has 0, 1"),
+            ("", "0,0", "names one fold twice"),
+            ("fold_1", None, "is one fold; give the folder above it, with --fold 1"),
+            ("..", None, "holds nnU-Net's nnUNetTrainer__nnUNetPlans__2d; give one of these folders"),
+        ],
+    )
+    def test_folds_and_folders_that_are_not_there(self, tmp_path, place, fold, words):
+        model = write_nnunet(tmp_path / "Dataset001", 2, folds=("0", "1"))
+        with pytest.raises(DlttaError, match=words):
+            open_model(str(model / place), fold=fold)
+
+    def test_options_that_its_plans_decide(self, tmp_path):
+        with pytest.raises(DlttaError, match="which its plans describe, for which --patch has no meaning"):
+            open_model(str(write_nnunet(tmp_path, 2)), patch=(8, 8))
+
+    def test_a_trainer_that_is_not_installed(self, tmp_path):
+        model = write_nnunet(tmp_path, 2)
+        file = model / "fold_0" / "checkpoint_final.pth"
+        torch.save({**torch.load(file, weights_only=False), "trainer_name": "nnUNetTrainerOfOurs"}, file)
+        with pytest.raises(DlttaError, match="the trainer nnUNetTrainerOfOurs cannot be imported"):
+            open_model(str(model))
+
+    def test_images_of_other_channels(self, tmp_path):
+        opened = open_model(str(write_nnunet(tmp_path, 2)))
+        files = sorted(write_volumes(tmp_path / "in", 1, channels=2).iterdir())
+        with pytest.raises(DlttaError, match="takes images of 1 channels, this one has 2"):
+            load(opened, read_channels(files), "")
+
+
+def test_all_folds_are_used_unless_one_is_named(tmp_path):
+    model = write_nnunet(tmp_path, 2, folds=("1", "0", "10", "all"))
+    assert open_model(str(model)).nnunet.folds == ("0", "1", "10")
+    assert open_model(str(model), fold="all").nnunet.folds == ("all",)
+    assert open_model(str(model), fold="10").nnunet.folds == ("10",)
+
+
+def test_without_nnunet_one_line_says_what_to_install(tmp_path, monkeypatch, capsys):
+    model = write_nnunet(tmp_path, 2)
+    for name in [name for name in sys.modules if name.split(".")[0] == "nnunetv2"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "nnunetv2", None)
+    code, _, err = typed(monkeypatch, capsys, "inspect", model)
+    assert code == 2
+    assert "pip install 'dltta[nnunet]'" in err
