@@ -9,7 +9,8 @@ import typer
 
 from dltta.cli.options import FLAG, Device, Json, count_processes, require_device, split_names
 from dltta.errors import SettingError
-from dltta.recipes import UDA, Method, Optimizer, Recipe
+from dltta.methods import PAPER_METHODS, Method, Optimizer
+from dltta.recipes import ALL, UDA, Recipe
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,9 @@ class Compared:
         str | None,
         typer.Option(
             metavar="NAMES",
-            help="Test-time methods, with commas: source, ptbn, ttt, tent, atta, recommended, package.module:Class; or "
-            f"methods that learn with target images: {', '.join(UDA)}.",
+            help=f"Test-time methods, with commas: {', '.join(Method)}, recommended, package.module:Class; all stands "
+            "for every one that the model supports; or methods that learn with target images: "
+            f"{', '.join(UDA)}.",
             show_default="source,ptbn,ttt,tent,atta",
         ),
     ] = None
@@ -30,8 +32,8 @@ class Compared:
         str | None,
         typer.Option(
             metavar="RULES",
-            help="Learning-rate rules, with commas: fixed, dynamic, exponential, relative, matched (fixed at the mean "
-            "of dynamic), package.module:Class. fixed:1e-2 sets the rate.",
+            help="Learning-rate rules, with commas: fixed, dynamic, exponential, relative, law, palm, matched (fixed "
+            "at the mean of dynamic), package.module:Class. fixed:1e-2 sets the rate.",
             show_default="fixed,dynamic",
         ),
     ] = None
@@ -50,7 +52,7 @@ class Compared:
         typer.Option(
             metavar="RATE",
             help="The learning rate that the rules scale.",
-            show_default="the paper's: 1e-3 for segmentation, 3e-4 for classification",
+            show_default="the paper's: 1e-3 for segmentation, 3e-4 for classification; of newer methods their authors'",
         ),
     ] = None
     optimizer: Annotated[
@@ -58,7 +60,7 @@ class Compared:
         typer.Option(
             metavar="NAME",
             help="What takes the adaptation step: sgd (Eq. 2 of the paper) or adam.",
-            show_default="sgd",
+            show_default="sgd; of newer methods their authors'",
         ),
     ] = None
     prefill: Annotated[
@@ -132,7 +134,7 @@ def bench(
 
     Examples:
         dltta bench --source data/a --target data/b -o runs/ab
-        dltta bench --source data/a --target data/b --seeds 3 -o runs/ab
+        dltta bench --source data/a --target data/b --methods all -o runs/ab
         dltta bench configs/real/nuclei_tissue.toml --data sites -j 2
     """
     from dltta.cli.progress import bars
@@ -153,7 +155,8 @@ def bench(
         methods=split_names(compared.methods), rates=split_names(compared.rates), seeds=compared.seeds,
         orders=compared.orders,
     )  # fmt: skip
-    needed = [*table.get("methods", list(Method)), *(["memory"] if adaptation.get("prefill") else [])]
+    named = table.get("methods", list(PAPER_METHODS))
+    needed = [*(Method if ALL in named else named), *(["memory"] if adaptation.get("prefill") else [])]
     training.setdefault("with", [name for name in AUXILIARIES if name in needed])
     experiment = build(
         Experiment,

@@ -92,7 +92,7 @@ class Fixed:
     needs_memory: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _require_rate("rate", self.rate)
+        require_rate("rate", self.rate)
 
     def __call__(self, discrepancy: float | None, /) -> float:
         return self.rate
@@ -107,8 +107,8 @@ class Proportional:
     needs_memory: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _require_rate("alpha", self.alpha)
-        _require_rate("initial", self.alpha if self.initial is None else self.initial)
+        require_rate("alpha", self.alpha)
+        require_rate("initial", self.alpha if self.initial is None else self.initial)
 
     def __call__(self, discrepancy: float | None, /) -> float:
         if discrepancy is None:
@@ -129,8 +129,8 @@ class Exponential:
     needs_memory: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _require_rate("alpha", self.alpha)
-        _require_rate("initial", self.alpha if self.initial is None else self.initial)
+        require_rate("alpha", self.alpha)
+        require_rate("initial", self.alpha if self.initial is None else self.initial)
 
     def __call__(self, discrepancy: float | None, /) -> float:
         if discrepancy is None:
@@ -151,7 +151,7 @@ class Relative:
     needs_memory: ClassVar[bool] = True
 
     def __init__(self, alpha: float, *, level: float | None = None, window: int = 20, bound: float = 4.0) -> None:
-        _require_rate("alpha", alpha)
+        require_rate("alpha", alpha)
         if level is not None and not (math.isfinite(level) and level > 0):
             raise SettingError(f"level must be a positive number, got {level!r}")
         if window < 1 or bound < 1:
@@ -173,6 +173,7 @@ class Relative:
         self.level = state["level"]
 
 
-def _require_rate(name: str, value: float) -> None:
+def require_rate(name: str, value: float) -> None:
+    """Raise `SettingError` unless a learning rate can be this number."""
     if not (math.isfinite(value) and value >= 0):
         raise SettingError(f"{name} must be a finite number ≥ 0, got {value!r}; the paper uses 1e-3 and 3e-4")

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dltta.config import (
     default_architecture,
@@ -34,23 +35,25 @@ from dltta.data.streams import SiteStream, split_stream, stream_order
 from dltta.errors import DataError, SettingError
 from dltta.evaluation.examples import Example, Keep, gather_examples
 from dltta.evaluation.formats import csv_text, latex, markdown
+from dltta.evaluation.overview import check_method
 from dltta.evaluation.provenance import Provenance, checksum
 from dltta.evaluation.report import write_report
 from dltta.evaluation.results import Results, StreamResult
 from dltta.evaluation.run import run_stream
 from dltta.evaluation.tables import by_target, method_label
 from dltta.files import write_atomically
+from dltta.methods import PAPER_METHODS, Method
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
 from dltta.models.io.fingerprint import fingerprint
 from dltta.models.io.opening import open_checkpoint
 from dltta.predictor import Predictor
 from dltta.recipes import (
+    ALL,
     MATCHED,
     NO_RATE,
     RECOMMENDED,
     UDA,
     WITHOUT_RATE,
-    Method,
     Recipe,
     Rule,
     check_name,
@@ -81,7 +84,7 @@ class Experiment:
     work: str | None = None
     root: str | None = None  # where it is does not decide what comes out: not part of the description
     in_domain: str = VALIDATION
-    methods: tuple[str, ...] = tuple(map(str, Method))
+    methods: tuple[str, ...] = tuple(map(str, PAPER_METHODS))  # "all" stands for those that the model supports
     rates: tuple[str, ...] = ("fixed", "dynamic")
     seeds: int = 1
     orders: int = 1
@@ -92,10 +95,14 @@ class Experiment:
     training: TrainingSettings = field(default_factory=TrainingSettings)
     adaptation: Recipe = field(default_factory=Recipe)  # what all methods but `recommended` share
     uda: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # settings of methods that learn with targets
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of test-time methods, by name
+    left_out: Mapping[str, str] = field(default_factory=dict)  # methods of "all" that the model does not support: why
 
     def __post_init__(self) -> None:
         for method in self.methods:
-            check_name("method", method, (*Method, *UDA, RECOMMENDED))
+            check_name("method", method, (*Method, *UDA, RECOMMENDED, ALL))
+        for method in self.settings:
+            check_name("method", method, Method)
         for method, settings in self.uda.items():
             make_uda(method, settings)
         for rate in self.rates:
@@ -149,13 +156,23 @@ class Experiment:
         """What a stream is run with; a matched one's α is known once its dynamic stream has run."""
         if job.method == RECOMMENDED:
             return replace(recommended(), batch_size=self.adaptation.batch_size)
+        shared = replace(self.adaptation, method=job.method, settings=self.settings.get(job.method, {}))
         if job.rate == NO_RATE:
-            return replace(self.adaptation, method=job.method)
+            return shared
         rule, alpha = split_rate(job.rate)
         rule = Rule.FIXED if rule == MATCHED else rule
-        return replace(
-            self.adaptation, method=job.method, rate=rule, alpha=self.adaptation.alpha if alpha is None else alpha
-        )
+        return replace(shared, rate=rule, alpha=self.adaptation.alpha if alpha is None else alpha)
+
+    def for_model(self, model: Checkpoint) -> "Experiment":
+        """With the methods that this model supports in the place of "all"; the others are left out with the reason."""
+        if ALL not in self.methods:
+            return self
+        sample = _sample(self, model)
+        checks = [check_method(open_checkpoint(model, "the source model"), method, sample) for method in Method]
+        works = tuple(check.method for check in checks if check.works)
+        named = tuple(method for method in self.methods if method not in (ALL, *works, RECOMMENDED))
+        reasons = {check.method: check.reason or "" for check in checks if not check.works}
+        return replace(self, methods=(*works, RECOMMENDED, *named), left_out=reasons)
 
 
 @dataclass(frozen=True)
@@ -229,6 +246,7 @@ def run_experiment(
     """Train what is not trained, run what is not run, and write results, tables and report (with `notes` on top)."""
     listener = listener or Listener()
     bench, models = prepare(experiment, device, listener)
+    experiment = bench.experiment
     jobs = experiment.jobs()
     waiting = [job for job in jobs if not bench.stream_file(job).is_file()]
     tick = listener.streams(len(jobs))
@@ -253,6 +271,7 @@ def prepare(
     listener = listener or Listener()
     _check_sites(experiment)
     models = {seed: train_source(experiment, seed, device, listener.training(seed)) for seed in range(experiment.seeds)}
+    experiment = experiment.for_model(models[0])
     weights = {f"seed_{seed}": _weights(model) for seed, model in models.items()}
     for job in experiment.jobs():
         if job.model not in weights:
@@ -328,7 +347,8 @@ def _dynamic_mean(bench: Bench, job: Job, device: str) -> float:
     if not bench.stream_file(dynamic).is_file():
         run_job(bench, dynamic, device)
     (stream,) = Results.load(bench.stream_file(dynamic)).streams
-    return fmean(case.rate for case in stream.cases if case.rate is not None)
+    rates = [case.rate for case in stream.cases if case.rate is not None]
+    return fmean(rates) if rates else 0.0  # nothing was updated: no rate matters
 
 
 def open_stream(experiment: Experiment, job: Job, device: str) -> tuple[Checkpoint, Dataset, list[int]]:
@@ -411,6 +431,15 @@ def _dataset(experiment: Experiment, target: str, seed: int, checkpoint: Checkpo
     name = "+".join(site.site for site in sites)
     held_out = Cases(tuple(cases[i] for i in chosen), name, sites[0].task, sites[0].classes)
     return Mapped(held_out, checkpoint.preprocessing.case)
+
+
+def _sample(experiment: Experiment, checkpoint: Checkpoint) -> Tensor:
+    """What the network would get first: one image of the first target, or two where it takes batches."""
+    dataset = _dataset(experiment, experiment.targets[0], 0, checkpoint)
+    images = [dataset[i].image for i in range(1 if checkpoint.task == "segmentation" else min(2, len(dataset)))]
+    if (patch := experiment.training.patch) is not None:
+        images = [image[(..., *(slice(size) for size in patch))] for image in images]
+    return torch.stack([torch.as_tensor(image) for image in images]).float()
 
 
 def _data(experiment: Experiment, models: Mapping[int, Checkpoint]) -> dict[tuple[str, int], str]:

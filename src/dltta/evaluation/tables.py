@@ -12,6 +12,7 @@ from typing import Literal
 from dltta.errors import SettingError
 from dltta.evaluation.comparison import case_gains, negative_transfer, paired_test, worst_site
 from dltta.evaluation.results import SOURCE, Results, case_means, summarize
+from dltta.methods import Method
 from dltta.metrics import (
     CLASSIFICATION_METRICS,
     DISTANCES,
@@ -25,11 +26,7 @@ from dltta.quality.decision import SEVERITY
 SIGNIFICANT = 0.05
 PLAIN_RATES = ("none", "fixed")  # a method with one of these goes by its name
 NAMES = {
-    "source": "Source",
-    "ptbn": "PTBN",
-    "tent": "Tent",
-    "ttt": "TTT",
-    "atta": "ATTA",
+    **{str(method): method.facts.title for method in Method},
     "uda-st": "UDA-ST",
     "cyclegan": "CycleGAN",
     "udas": "UDAS",
@@ -313,6 +310,7 @@ def _notes(results: Results, rows: Sequence[Row], columns: Sequence[Column]) -> 
     if any(column.metric in DISTANCES for column in columns):
         notes.extend(_undefined_notes(results, columns))
     notes.extend(_decision_notes(results, columns))
+    notes.extend(f"{NAMES[name]} left out: {why}" for name, why in results.config.get("left_out", {}).items())
     notes.extend(_training_notes(results, {row.method for row in rows}))
     if (seeing := target_note(row.method for row in rows)) is not None:
         notes.append(seeing)

@@ -1,0 +1,221 @@
+"""Which methods are there, and what belongs to each? One row for each; every command, table and page reads it here.
+
+Pure data: nothing here imports torch. A new method is one file in `core/objectives` and one row of `Method`.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+Task = Literal["segmentation", "classification"]
+PAPER = "the DLTTA paper"
+
+
+class Optimizer(StrEnum):
+    """Which optimizer takes the step; SGD is Eq. (2)."""
+
+    SGD = "sgd"
+    ADAM = "adam"
+
+
+class Predict(StrEnum):
+    """From which pass of the network a batch is predicted."""
+
+    AFTER = "after"
+    BEFORE = "before"
+
+
+class Normalization(StrEnum):
+    """Kinds of normalization layers that a method works with."""
+
+    BATCH = "batch"
+    INSTANCE = "instance"
+    GROUP = "group"
+    LAYER = "layer"
+
+
+@dataclass(frozen=True)
+class Step:
+    """How a method's authors take their steps in one task; `of` says where the numbers are from."""
+
+    alpha: float
+    batch_size: int
+    optimizer: Optimizer = Optimizer.SGD
+    momentum: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    of: str = PAPER
+
+
+STEPS: dict[Task, Step] = {"segmentation": Step(1e-3, 1), "classification": Step(3e-4, 200)}  # Sec. IV
+NORMALIZED = tuple(Normalization)
+BATCH_ONLY = (Normalization.BATCH,)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What belongs to a method beside its class."""
+
+    title: str  # as tables write it
+    paper: str
+    path: str  # package.module:Class
+    idea: str
+    moves: str
+    passes: str  # of the network for one batch, forward + backward
+    loss: bool = True
+    predict: Predict = Predict.AFTER
+    part: str | None = None  # what `dltta train --with` must have trained
+    source: str = "nothing"  # what it needs from the source beside the network
+    normalizations: tuple[Normalization, ...] = NORMALIZED  # of networks it works with; () for any network at all
+    batch_of_one: str = "yes"
+    volumes: str = "yes"
+    statistics: bool = True  # whether it leaves the choice of normalization statistics to the recipe
+    steps: tuple[Step, Step] | None = None  # segmentation, classification; None: the DLTTA paper's
+
+    def step(self, task: Task) -> Step:
+        """The authors' settings for a task, or the DLTTA paper's for the methods that it compares."""
+        if self.steps is None:
+            return STEPS[task]
+        return self.steps[0] if task == "segmentation" else self.steps[1]
+
+    @property
+    def of_paper(self) -> bool:
+        """Whether it runs with the settings of the DLTTA paper."""
+        return self.steps is None
+
+
+_ROOM = "dltta.core.objectives"
+
+
+class Method(StrEnum):
+    """Methods with a name of their own; `package.module:Class` names any other objective."""
+
+    facts: Facts
+
+    def __new__(cls, name: str, facts: Facts) -> "Method":
+        method = str.__new__(cls, name)
+        method._value_ = name
+        method.facts = facts
+        return method
+
+    SOURCE = (
+        "source",
+        Facts(
+            "Source",
+            "no adaptation",
+            f"{_ROOM}.source:Source",
+            "The source model as it was trained: what every other row is compared with.",
+            "nothing",
+            "1 + 0",
+            loss=False,
+            normalizations=(),
+            statistics=False,
+        ),
+    )
+    PTBN = (
+        "ptbn",
+        Facts(
+            "PTBN",
+            "Nado et al. 2020",
+            f"{_ROOM}.ptbn:PTBN",
+            "Normalizes by the statistics of the test batch instead of the training set's.",
+            "nothing",
+            "1 + 0",
+            loss=False,
+            normalizations=BATCH_ONLY,
+        ),
+    )
+    TTT = (
+        "ttt",
+        Facts(
+            "TTT",
+            "Sun et al., ICML 2020",
+            f"{_ROOM}.ttt:TTT",
+            "Trains the encoder further on a task that needs no labels: which way up is the image?",
+            "the encoder in front of the feature layer",
+            "2 + 1, and the encoder on 4 rotations",
+            part="ttt",
+            source="a second network with a rotation head",
+            normalizations=(),
+        ),
+    )
+    TENT = (
+        "tent",
+        Facts(
+            "Tent",
+            "Wang et al., ICLR 2021",
+            f"{_ROOM}.tent:Tent",
+            "Makes predictions confident: minimizes their entropy.",
+            "scale and shift of normalization layers",
+            "2 + 1",
+        ),
+    )
+    ATTA = (
+        "atta",
+        Facts(
+            "ATTA",
+            "He et al., MedIA 2021",
+            f"{_ROOM}.atta:ATTA",
+            "Makes image, features and prediction look familiar to auto-encoders that know the source.",
+            "adaptors put in front of the network and behind three layers",
+            "2 + 1, and the auto-encoders",
+            part="atta",
+            source="auto-encoders",
+            normalizations=(),
+        ),
+    )
+    T3A = (
+        "t3a",
+        Facts(
+            "T3A",
+            "Iwasawa and Matsuo, NeurIPS 2021",
+            f"{_ROOM}.t3a:T3A",
+            "Replaces the last layer by class prototypes: the mean of the confident features seen so far.",
+            "the last layer, without a gradient",
+            "1 + 0",
+            loss=False,
+            normalizations=(),
+            statistics=False,
+            steps=(Step(0.0, 1, of="ours: images come one by one"), Step(0.0, 32, of="the authors'")),
+        ),
+    )
+    NOTE = (
+        "note",
+        Facts(
+            "NOTE",
+            "Gong et al., NeurIPS 2022",
+            f"{_ROOM}.note:NOTE",
+            "For streams that are sorted by class or patient: corrects the stored statistics only where an image "
+            "clearly deviates, and learns from a class-balanced memory.",
+            "scale and shift of batch-normalization layers",
+            "1 + 0; with an update + 1 + 1 over the memory",
+            predict=Predict.BEFORE,
+            normalizations=BATCH_ONLY,
+            statistics=False,
+            steps=(
+                Step(1e-4, 1, Optimizer.ADAM, of="ours: the authors' for classification"),
+                Step(1e-4, 64, Optimizer.ADAM, of="the authors', CIFAR-10-C"),
+            ),
+        ),
+    )
+    ROTTA = (
+        "rotta",
+        Facts(
+            "RoTTA",
+            "Yuan et al., CVPR 2023",
+            f"{_ROOM}.rotta:RoTTA",
+            "For correlated streams: slowly moving statistics, a balanced memory of timely images, and a teacher that "
+            "predicts.",
+            "scale and shift of batch-normalization layers; a teacher follows",
+            "2 + 0; with an update + 2 + 1 over the memory",
+            predict=Predict.BEFORE,
+            normalizations=BATCH_ONLY,
+            statistics=False,
+            steps=(
+                Step(1e-3, 1, Optimizer.ADAM, of="ours: the authors' for classification"),
+                Step(1e-3, 64, Optimizer.ADAM, of="the authors', CIFAR-10-C"),
+            ),
+        ),
+    )
+
+
+PAPER_METHODS = tuple(method for method in Method if method.facts.of_paper)
