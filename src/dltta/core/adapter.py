@@ -7,13 +7,14 @@ from torch import Tensor, nn
 
 from dltta.core.adapted import AdaptedNetwork, Layout, OptimizerFactory
 from dltta.core.discrepancy import batch_discrepancy
+from dltta.core.gradients import Gradient
 from dltta.core.memory import MemoryBank
 from dltta.core.objectives.objective import Objective, Preparation
 from dltta.core.passes import accept, run
 from dltta.core.rates import AnyRate, Signals, ask, mean_rate
 from dltta.core.snapshot import load_state, state_of
 from dltta.core.step import Step, Update
-from dltta.core.update import Gradient, after_update, loss_gradient, move, predicted
+from dltta.core.update import after_update, loss_gradient, move, predicted
 from dltta.errors import SettingError
 from dltta.models.features import Seen
 from dltta.models.predictions import probabilities
@@ -78,8 +79,9 @@ class Adapter(AdaptedNetwork):
         updates = []
         for remaining in reversed(range(self.steps)):
             discrepancy = self._discrepancy(seen)  # Eq. (3), (4), (5)
-            loss, gradient = loss_gradient(self.objective, self.model, x, seen.logits, self._adapted)
-            rates = ask(self.rate, self._signals(x, seen, discrepancy, loss, gradient))  # Eq. (6)
+            with self._unnoticed():
+                loss, gradient = loss_gradient(self.objective, self.model, x, seen.logits, self._adapted)
+                rates = ask(self.rate, self._signals(x, seen, discrepancy, loss, gradient))  # Eq. (6)
             move(self._optimizer, self._adapted, gradient, rates)  # Eq. (2)
             after_update(self.objective, self.model)
             updates.append(Update(loss, discrepancy, mean_rate(rates)))

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from dltta.core.objectives.objective import FollowsUpdates, Objective, Predicts, Preparation
+from dltta.core.gradients import Gradient, differentiated
+from dltta.core.objectives.objective import ComputesGradient, FollowsUpdates, Objective, Predicts, Preparation
 from dltta.core.passes import require_finite
 from dltta.errors import NonFiniteError, SettingError
 from dltta.models.predictions import all_finite
-
-Gradient = list[Tensor | None]  # one for each adapted parameter, None where the loss does not reach
 
 
 def loss_gradient(
@@ -20,11 +19,14 @@ def loss_gradient(
     if not isinstance(objective, Objective):
         raise SettingError(f"{type(objective).__name__} has no loss to take a step on")
     with torch.enable_grad():
-        loss = objective(model, x, logits)
+        if isinstance(objective, ComputesGradient):
+            loss, gradient = objective.gradient(model, x, logits, adapted)
+        else:
+            loss, gradient = differentiated(objective(model, x, logits), adapted)
     if not loss.isfinite():
         raise NonFiniteError(f"the loss is {loss.item()}")
-    with torch.autocast(x.device.type, enabled=False):
-        gradient: Gradient = list(torch.autograd.grad(loss, adapted, allow_unused=True))
+    if len(gradient) != len(adapted):
+        raise SettingError(f"{type(objective).__name__} gives {len(gradient)} gradients for {len(adapted)} parameters")
     if not all(all_finite(part) for part in gradient if part is not None):
         raise NonFiniteError("the gradient has NaN or infinite values")
     return loss.item(), gradient

@@ -6,6 +6,8 @@ a class of yours against this contract.
 
 A method is a `Preparation` or an `Objective`. It may have more, and the adapter uses what it finds:
 
+- `gradient(model, x, logits, parameters) -> (loss, gradient)`, called instead of differentiating the loss: for methods
+  whose gradient is taken elsewhere than at the present parameters, or from more than one loss
 - `after_update(model)`, called after every optimizer step: average a teacher, restore some weights
 - `predict(model, x, logits) -> logits`, called once per batch without gradient: what the adapter gives as its
   prediction instead of the network's logits, such as a teacher's
@@ -41,6 +43,21 @@ class Objective(Protocol):
         """The scalar loss for images x (B, C, *spatial).
 
         Called once right after the forward pass that gave these logits, whose graph they carry.
+        """
+        ...
+
+
+@runtime_checkable
+class ComputesGradient(Protocol):
+    """A method whose gradient is not simply that of its loss at the present parameters."""
+
+    def gradient(
+        self, model: nn.Module, x: Tensor, logits: Tensor, parameters: Sequence[nn.Parameter], /
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """The scalar loss and, for each of the parameters that `prepare` named, its gradient; None moves nothing.
+
+        `logits` carry the graph of the pass that gave them. Gradients are recorded. The parameters may be changed on
+        the way; at the end they are as they were, bit for bit.
         """
         ...
 
