@@ -26,7 +26,7 @@ from dltta.data.preprocessing import Preprocessing
 from dltta.data.sites import SiteFolder, Slices, open_site
 from dltta.data.streams import SiteStream, split_stream
 from dltta.errors import DataError, SettingError, require
-from dltta.methods import Method, Optimizer, Predict
+from dltta.methods import METHODS, Method, Optimizer, Predict
 from dltta.models.calibration import Calibration
 from dltta.models.io.checkpoint import Checkpoint
 from dltta.models.io.factories import arguments, import_object, required_arguments
@@ -134,7 +134,7 @@ def make_objective(
     offered: dict[str, Any] = {"statistics": statistics}
     if ":" not in method:
         require("method", method, [str(name) for name in Method])
-        facts = Method(method).facts
+        facts = METHODS[method].facts
         if not facts.statistics and statistics != BATCH_STATISTICS:
             raise SettingError(f"{method} has normalization statistics of its own; leave --statistics out")
         offered |= {} if facts.part is None else _PARTS[facts.part](model)

@@ -218,4 +218,5 @@ class Method(StrEnum):
     )
 
 
+METHODS = {str(method): method for method in Method}
 PAPER_METHODS = tuple(method for method in Method if method.facts.of_paper)

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from dltta.errors import SettingError, require
-from dltta.methods import STEPS, Method, Optimizer, Predict, Step, Task
+from dltta.methods import METHODS, STEPS, Method, Optimizer, Predict, Step, Task
 
 RECOMMENDED = "recommended"  # on the command line and in results: a method that brings everything else along
 
@@ -118,12 +118,12 @@ class Recipe:
     name: str = "own"
 
     def __post_init__(self) -> None:
-        for field, kind in _CHOICES.items():
-            if (value := getattr(self, field)) is not None:
-                object.__setattr__(self, field, choice(field, value, kind))
-        for field in ("steps", "batch_size", "batches_kept", "neighbors", "pool"):
-            if (value := getattr(self, field)) is not None and value < 1:
-                raise SettingError(f"{field} must be at least 1, got {value}")
+        for key, kind in _CHOICES.items():
+            if (value := getattr(self, key)) is not None:
+                object.__setattr__(self, key, choice(key, value, kind))
+        for key in ("steps", "batch_size", "batches_kept", "neighbors", "pool"):
+            if (value := getattr(self, key)) is not None and value < 1:
+                raise SettingError(f"{key} must be at least 1, got {value}")
         if self.betas is not None:
             object.__setattr__(self, "betas", (float(self.betas[0]), float(self.betas[1])))  # a list in JSON
         if self.method in WITHOUT_RATE:
@@ -212,23 +212,20 @@ def recipe_for(method: str, rate: str | None = None, **changes: Any) -> Recipe:
 
 def usual_rate(method: str) -> str:
     """The paper's dynamic rate, or fixed as the authors of a method that the paper does not compare have it."""
-    return str(Rule.DYNAMIC if ":" in method or _known(method) is None or Method(method).facts.of_paper else Rule.FIXED)
+    known = METHODS.get(method)
+    return str(Rule.DYNAMIC if known is None or known.facts.of_paper else Rule.FIXED)
 
 
 def usual_step(method: str, task: Task) -> Step:
     """How a method's authors take a step in a task; the paper's for its own methods and those from outside."""
-    known = _known(method)
+    known = METHODS.get(method)
     return STEPS[task] if known is None else known.facts.step(task)
 
 
 def usual_pass(method: str) -> Predict:
     """From which pass a method predicts, as its authors do; the paper: after the update."""
-    known = _known(method)
+    known = METHODS.get(method)
     return Predict.AFTER if known is None else known.facts.predict
-
-
-def _known(method: str) -> Method | None:
-    return Method(method) if method in tuple(Method) else None
 
 
 def _of_step(step: Step, chosen: Optimizer | None) -> dict[str, Any]:

@@ -81,6 +81,8 @@ class Adapter(AdaptedNetwork):
             discrepancy = self._discrepancy(seen)  # Eq. (3), (4), (5)
             with self._unnoticed():
                 loss, gradient = loss_gradient(self.objective, self.model, x, seen.logits, self._adapted)
+                if all(part is None for part in gradient):  # the objective wants no update for this batch
+                    break
                 rates = ask(self.rate, self._signals(x, seen, discrepancy, loss, gradient))  # Eq. (6)
             move(self._optimizer, self._adapted, gradient, rates)  # Eq. (2)
             after_update(self.objective, self.model)

@@ -438,8 +438,9 @@ def _sample(experiment: Experiment, checkpoint: Checkpoint) -> Tensor:
     dataset = _dataset(experiment, experiment.targets[0], 0, checkpoint)
     images = [dataset[i].image for i in range(1 if checkpoint.task == "segmentation" else min(2, len(dataset)))]
     if (patch := experiment.training.patch) is not None:
-        images = [image[(..., *(slice(size) for size in patch))] for image in images]
-    return torch.stack([torch.as_tensor(image) for image in images]).float()
+        for axis, size in enumerate(patch, start=1):
+            images = [image.narrow(axis, 0, min(size, image.shape[axis])) for image in images]
+    return torch.stack(images).float()
 
 
 def _data(experiment: Experiment, models: Mapping[int, Checkpoint]) -> dict[tuple[str, int], str]:

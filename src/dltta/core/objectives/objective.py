@@ -42,7 +42,8 @@ class Objective(Protocol):
     def __call__(self, model: nn.Module, x: Tensor, logits: Tensor, /) -> Tensor:
         """The scalar loss for images x (B, C, *spatial).
 
-        Called once right after the forward pass that gave these logits, whose graph they carry.
+        Called once right after the forward pass that gave these logits, whose graph they carry. A loss without a graph
+        asks for no update: nothing moves, no optimizer counts a step, the batch is predicted from that pass.
         """
         ...
 
