@@ -161,13 +161,17 @@ def _check_predict(name: str, adapter: Adapter, x: Tensor) -> None:
 def _check_loss(name: str, adapter: Adapter, x: Tensor) -> None:
     objective = adapter.objective
     assert isinstance(objective, Objective)
+    state = state_of(objective)
     for batch in (x, x[:1]):
         with torch.enable_grad():
-            loss = objective(adapter.model, batch, adapter.model(batch))
             again = objective(adapter.model, batch, adapter.model(batch))
+            load_state(objective, state)
+            loss = objective(adapter.model, batch, adapter.model(batch))
+            load_state(objective, state)
         assert loss.ndim == 0, f"{name} must give one number per batch, gives shape {tuple(loss.shape)}"
         assert bool(loss.isfinite()), f"{name} must be finite on finite images, is {loss.item()}"
-        assert torch.equal(loss, again), f"{name} must give the same loss for the same images"
+        assert torch.equal(loss, again), f"{name} must give the same loss for the same images and state"
+        assert loss.requires_grad, f"{name} finds nothing to learn in these images; check it with others"
         gradients = torch.autograd.grad(loss, adapter._adapted, allow_unused=True)
         assert any(g is not None and bool(g.any()) for g in gradients), (
             f"{name} must depend on at least one parameter that it names"

@@ -515,3 +515,85 @@ def test_too_few_rates_are_refused():
 )
 def test_a_single_rate_reaches_every_group(optimizer):
     assert torch.equal(tent(Fixed(0.3), optimizer=optimizer)(IMAGES[0]), tent(Fixed(0.3))(IMAGES[0]))
+
+
+# nothing to learn, and collapse
+
+
+class Choosy(MeanTeacher):
+    """Learns from bright images only."""
+
+    def __call__(self, model, x, logits):
+        return super().__call__(model, x, logits) if x.mean() > 0 else logits.new_zeros(())
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("predict", ["after", "before"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda p: torch.optim.SGD(p, momentum=0.9, weight_decay=0.1),
+        lambda p: torch.optim.Adam(p, weight_decay=0.1),
+    ],
+)
+def test_a_loss_without_a_graph_moves_nothing_and_asks_no_rate(optimizer, predict, steps):
+    asked = []
+    adapter = Adapter(
+        trained(networks.Segmenter()),
+        Choosy(),
+        lambda d: asked.append(d) or 0.1,
+        optimizer=optimizer,
+        predict=predict,
+        steps=steps,
+    )
+    learned = adapter.step(IMAGES[1] + 5)
+    assert learned.rate == 0.1
+    before, momenta = tensors(adapter), copy.deepcopy(adapter.get_extra_state()["optimizer"])
+    step = adapter.step(IMAGES[1] - 5)
+    assert len(asked) == steps
+    assert [(update.loss, update.rate) for update in step.updates] == [(0.0, 0.0)] * steps
+    assert same(tensors(adapter), before)  # the teacher and its generator too
+    after = adapter.get_extra_state()["optimizer"]
+    for mine, theirs in zip(after["state"].values(), momenta["state"].values(), strict=True):
+        assert all(torch.equal(torch.as_tensor(mine[key]), torch.as_tensor(theirs[key])) for key in theirs)
+    assert torch.equal(step.logits, adapter.predict(IMAGES[1] - 5))
+
+
+class Collapsing(Tent):
+    """Counts its losses and gives up at the third."""
+
+    count = 0
+
+    def __call__(self, model, x, logits):
+        object.__setattr__(self, "count", self.count + 1)
+        return super().__call__(model, x, logits)
+
+    def collapsed(self):
+        return self.count == 3
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        object.__setattr__(self, "count", state["count"])
+
+
+def test_a_collapsed_network_returns_to_the_source_with_optimizer_and_objective():
+    def make():
+        return Adapter(
+            trained(networks.Segmenter()),
+            Collapsing(),
+            Fixed(0.1),
+            optimizer=lambda p: torch.optim.SGD(p, momentum=0.9),
+            predict="before",
+        )
+
+    adapter = make()
+    source = [p.detach().clone() for p in adapter.adapted_parameters().values()]
+    for x in IMAGES[:3]:
+        adapter.step(x)
+    assert same([p.detach() for p in adapter.adapted_parameters().values()], source)
+    assert adapter.objective.count == 0
+    fresh = make()
+    for x in IMAGES[3:]:
+        assert torch.equal(adapter(x), fresh(x))

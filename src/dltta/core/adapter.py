@@ -14,7 +14,7 @@ from dltta.core.passes import accept, run
 from dltta.core.rates import AnyRate, Signals, ask, mean_rate
 from dltta.core.snapshot import load_state, state_of
 from dltta.core.step import Step, Update
-from dltta.core.update import after_update, loss_gradient, move, predicted
+from dltta.core.update import after_update, collapsed, loss_gradient, move, predicted
 from dltta.errors import SettingError
 from dltta.models.features import Seen
 from dltta.models.predictions import probabilities
@@ -81,15 +81,20 @@ class Adapter(AdaptedNetwork):
             discrepancy = self._discrepancy(seen)  # Eq. (3), (4), (5)
             with self._unnoticed():
                 loss, gradient = loss_gradient(self.objective, self.model, x, seen.logits, self._adapted)
-                if all(part is None for part in gradient):  # the objective wants no update for this batch
-                    break
                 rates = ask(self.rate, self._signals(x, seen, discrepancy, loss, gradient))  # Eq. (6)
-            move(self._optimizer, self._adapted, gradient, rates)  # Eq. (2)
-            after_update(self.objective, self.model)
+            moved = move(self._optimizer, self._adapted, gradient, rates)  # Eq. (2)
+            if moved:
+                self._follow_update()
             updates.append(Update(loss, discrepancy, mean_rate(rates)))
-            if remaining or self._predict_from == "after":
+            if remaining or (moved and self._predict_from == "after"):
                 seen = self._forward(x, learning=remaining > 0)  # with θ_{t+1}
         return seen, tuple(updates)
+
+    def _follow_update(self) -> None:
+        """What the objective does now that the network has moved; a collapsed network returns to the source."""
+        after_update(self.objective, self.model)
+        if collapsed(self.objective):
+            self._source.restore()
 
     def predict(self, x: Tensor) -> Tensor:
         """The prediction (B, C, *positions) of the network as it now is, learning nothing and changing nothing."""

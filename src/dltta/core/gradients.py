@@ -10,8 +10,11 @@ Gradient = list[Tensor | None]  # one for each adapted parameter, None where the
 
 
 def differentiated(loss: Tensor, parameters: Sequence[nn.Parameter], *, keep: bool = False) -> tuple[Tensor, Gradient]:
-    """A loss and its gradient; a loss that is no number has none. `keep` leaves the graph for another gradient."""
-    if not loss.isfinite():
+    """A loss and its gradient; a loss that is no number, or that carries no graph, has none.
+
+    `keep` leaves the graph for another gradient.
+    """
+    if not loss.isfinite() or not loss.requires_grad:
         return loss, [None] * len(parameters)
     with torch.autocast(loss.device.type, enabled=False):
         return loss, list(torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=keep or None))

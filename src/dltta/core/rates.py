@@ -1,10 +1,11 @@
 """5 rate. How large should the update for this image be?
 
 A learning rate is anything that can be called and gives a finite number ≥ 0. It is asked once per update, when the
-gradient is known. One whose argument is called `signals`, or annotated `Signals`, gets all that is known about the
-update; any other gets the discrepancy of the current batch alone, None while the memory is not ready. A rate with
-`needs_memory = True` is refused by an adapter without memory; one with `per_parameter = True` gives a number for each
-adapted parameter. A rate that remembers something has `state_dict()` and `load_state_dict(state)`.
+gradient is known; not for a batch that the objective learns nothing from, whose rate is 0. One whose argument is called
+`signals`, or annotated `Signals`, gets all that is known about the update; any other gets the discrepancy of the
+current batch alone, None while the memory is not ready. A rate with `needs_memory = True` is refused by an adapter
+without memory; one with `per_parameter = True` gives a number for each adapted parameter. A rate that remembers
+something has `state_dict()` and `load_state_dict(state)`.
 """
 
 import inspect
@@ -60,7 +61,9 @@ def takes_signals(rate: AnyRate) -> bool:
 
 
 def ask(rate: AnyRate | None, signals: Signals) -> list[float]:
-    """The rate of every adapted parameter; all alike unless the rate gives each its own."""
+    """The rate of every adapted parameter; all alike unless the rate gives each its own, 0 if none has a gradient."""
+    if not signals.gradient:
+        return [0.0] * len(signals.parameters)
     if rate is None:
         raise SettingError("a step needs a learning rate; pass Fixed(1e-3), for example")
     question: Callable[[Any], Any] = rate

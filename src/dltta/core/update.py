@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dltta.core.gradients import Gradient, differentiated
-from dltta.core.objectives.objective import ComputesGradient, FollowsUpdates, Objective, Predicts, Preparation
+from dltta.core.objectives.objective import ComputesGradient, FollowsUpdates, Objective, Predicts, Preparation, Recovers
 from dltta.core.passes import require_finite
 from dltta.errors import NonFiniteError, SettingError
 from dltta.models.predictions import all_finite
@@ -37,10 +37,15 @@ def move(
     adapted: Sequence[nn.Parameter],
     gradient: Gradient,
     rates: Sequence[float],
-) -> None:
-    """One optimizer step; `rates` has one for each parameter, all alike for those of one group."""
+) -> bool:
+    """One optimizer step; `rates` has one for each parameter, all alike for those of one group.
+
+    Without any gradient there is no step, and what the optimizer remembers does not move the parameters either.
+    """
     if optimizer is None:
         raise SettingError("the objective names no parameter to move")
+    if all(part is None for part in gradient):
+        return False
     rate_of = dict(zip(adapted, rates, strict=True))
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -50,6 +55,7 @@ def move(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     torch.clear_autocast_cache()  # else the next pass under autocast would still see the old weights
+    return True
 
 
 @torch.no_grad()
@@ -57,6 +63,11 @@ def after_update(objective: object, model: nn.Module) -> None:
     """What the objective does once the network has moved, if anything."""
     if isinstance(objective, FollowsUpdates):
         objective.after_update(model)
+
+
+def collapsed(objective: object) -> bool:
+    """Whether the objective finds that the network must return to the source."""
+    return isinstance(objective, Recovers) and objective.collapsed()
 
 
 @torch.no_grad()

@@ -1,8 +1,9 @@
 """2 networks. Which statistics do the normalization layers use, and which of their parameters can move?"""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Protocol
 
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from dltta.errors import InputError, SettingError
+from dltta.errors import InputError, NothingToAdaptError, SettingError
 
 NORMALIZATIONS: tuple[type[nn.Module], ...] = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
@@ -20,10 +21,30 @@ def normalization_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((name, layer) for name, layer in model.named_modules() if isinstance(layer, NORMALIZATIONS))
 
 
-def affine_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Scale and shift of every normalization layer that has them."""
-    found = (getattr(layer, name, None) for _, layer in normalization_layers(model) for name in ("weight", "bias"))
+def affine_parameters(model: nn.Module, *, without: Sequence[str] = ()) -> list[nn.Parameter]:
+    """Scale and shift of every normalization layer that has them, but for layers whose name fits one of `without`.
+
+    These are patterns as in a shell: `layer4.*` and `*.layer4.*`.
+    """
+    layers = [layer for name, layer in normalization_layers(model) if not any(fnmatchcase(name, p) for p in without)]
+    found = (getattr(layer, name, None) for layer in layers for name in ("weight", "bias"))
     return list(dict.fromkeys(parameter for parameter in found if isinstance(parameter, nn.Parameter)))
+
+
+def require_affine_parameters(method: str, model: nn.Module, *, without: Sequence[str] = ()) -> list[nn.Parameter]:
+    """As `affine_parameters`; a `NothingToAdaptError` that names the method where there are none."""
+    parameters = affine_parameters(model, without=without)
+    if not parameters:
+        all_excluded = bool(affine_parameters(model))
+        raise NothingToAdaptError(
+            f"{method} finds nothing to adapt in {type(model).__name__}: "
+            + (
+                f"all its normalization layers fit {', '.join(without)}; exclude fewer"
+                if all_excluded
+                else "it has no normalization layer with scale and shift; build it with affine normalization"
+            )
+        )
+    return parameters
 
 
 @contextmanager

@@ -9,6 +9,7 @@ A method is a `Preparation` or an `Objective`. It may have more, and the adapter
 - `gradient(model, x, logits, parameters) -> (loss, gradient)`, called instead of differentiating the loss: for methods
   whose gradient is taken elsewhere than at the present parameters, or from more than one loss
 - `after_update(model)`, called after every optimizer step: average a teacher, restore some weights
+- `collapsed() -> bool`, asked after that: whether network, optimizer and what it remembers return to the source
 - `predict(model, x, logits) -> logits`, called once per batch without gradient: what the adapter gives as its
   prediction instead of the network's logits, such as a teacher's
 - `state_dict()` and `load_state_dict(state)`: everything that it remembers from batch to batch, in tensors, numbers,
@@ -43,7 +44,8 @@ class Objective(Protocol):
         """The scalar loss for images x (B, C, *spatial).
 
         Called once right after the forward pass that gave these logits, whose graph they carry. A loss without a graph
-        asks for no update: nothing moves, no optimizer counts a step, the batch is predicted from that pass.
+        (`logits.new_zeros(())`) says that there is nothing to learn from these images: no step is taken, neither
+        parameters nor optimizer change, and the rate of the update is 0.
         """
         ...
 
@@ -68,6 +70,13 @@ class FollowsUpdates(Protocol):
     """A method that does something once the network has moved."""
 
     def after_update(self, model: nn.Module, /) -> None: ...
+
+
+@runtime_checkable
+class Recovers(Protocol):
+    """A method that notices when the network has collapsed."""
+
+    def collapsed(self) -> bool: ...
 
 
 @runtime_checkable

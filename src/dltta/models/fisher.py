@@ -1,0 +1,48 @@
+"""2 networks. Which scales and shifts matter to the source? The diagonal of the Fisher information, without labels."""
+
+import copy
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dltta.models.normalization import BATCH_STATISTICS, NormalizationStatistics, affine_parameters, use_test_statistics
+from dltta.models.predictions import log_probabilities, most_likely
+
+
+def fisher(
+    model: nn.Module,
+    images: Sequence[Tensor],
+    *,
+    batch_size: int = 64,
+    statistics: NormalizationStatistics = BATCH_STATISTICS,
+) -> dict[str, Tensor]:
+    """The importance of every scale and shift of the normalization layers, by parameter name; empty without any.
+
+    From source images (C, *spatial) of one size, in batches as EATA's authors take them: the square of the batch's
+    gradient of the cross-entropy to its own most likely classes, averaged over the batches. Dense predictions are
+    labeled position by position. The network itself is not changed.
+    """
+    measured = copy.deepcopy(model).requires_grad_(False).eval()
+    parameters = affine_parameters(measured)
+    if not parameters or not images:
+        return {}
+    use_test_statistics(measured, statistics)
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    sums = [torch.zeros_like(parameter) for parameter in parameters]
+    batches = [torch.stack(list(images[i : i + batch_size])) for i in range(0, len(images), batch_size)]
+    for batch in batches:
+        for total, part in zip(sums, _gradient(measured, batch.to(parameters[0].device), parameters), strict=True):
+            if part is not None:
+                total += part.square()
+    names = {id(parameter): name for name, parameter in measured.named_parameters()}
+    return {names[id(p)]: (total / len(batches)).cpu() for p, total in zip(parameters, sums, strict=True)}
+
+
+def _gradient(model: nn.Module, x: Tensor, parameters: Sequence[nn.Parameter]) -> tuple[Tensor | None, ...]:
+    with torch.inference_mode(False), torch.enable_grad():
+        log_p = log_probabilities(model(x))
+        loss = F.nll_loss(log_p, most_likely(log_p.detach()))
+        return torch.autograd.grad(loss, parameters, allow_unused=True)
