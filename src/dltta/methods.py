@@ -178,6 +178,41 @@ class Method(StrEnum):
             steps=(Step(0.0, 1, of="ours: images come one by one"), Step(0.0, 32, of="the authors'")),
         ),
     )
+    COTTA = (
+        "cotta",
+        Facts(
+            "CoTTA",
+            "Wang et al., CVPR 2022",
+            f"{_ROOM}.cotta:CoTTA",
+            "For streams whose appearance keeps changing: learns from a slow teacher's predictions over many views, "
+            "and returns some weights to the source at random.",
+            "all weights; a teacher follows",
+            "3 + 1, and 14 views (32 of a single label) where the source model is unsure",
+            predict=Predict.BEFORE,
+            normalizations=(),
+            steps=(
+                Step(7.5e-6, 1, Optimizer.ADAM, of="the authors', Cityscapes to ACDC"),
+                Step(1e-3, 200, Optimizer.ADAM, of="the authors', CIFAR-10-C"),
+            ),
+        ),
+    )
+    EATA = (
+        "eata",
+        Facts(
+            "EATA",
+            "Niu et al., ICML 2022",
+            f"{_ROOM}.eata:EATA",
+            "Tent on predictions that are certain and not redundant, held near the source where that matters.",
+            "scale and shift of normalization layers",
+            "1 + 1",
+            predict=Predict.BEFORE,
+            source="Fisher information, measured in calibration; runs without it and says so",
+            steps=(
+                Step(2.5e-4, 1, momentum=0.9, of="ours: the authors' for classification"),
+                Step(2.5e-4, 64, momentum=0.9, of="the authors', ImageNet-C"),
+            ),
+        ),
+    )
     NOTE = (
         "note",
         Facts(
@@ -213,6 +248,39 @@ class Method(StrEnum):
             steps=(
                 Step(1e-3, 1, Optimizer.ADAM, of="ours: the authors' for classification"),
                 Step(1e-3, 64, Optimizer.ADAM, of="the authors', CIFAR-10-C"),
+            ),
+        ),
+    )
+    SAR = (
+        "sar",
+        Facts(
+            "SAR",
+            "Niu et al., ICLR 2023",
+            f"{_ROOM}.sar:SAR",
+            "Tent for small batches: takes the gradient where the loss is sharpest nearby, on certain predictions, and "
+            "starts over when the network collapses.",
+            "scale and shift of normalization layers but the last",
+            "2 + 2",
+            predict=Predict.BEFORE,
+            steps=(
+                Step(2.5e-4 / 16, 1, momentum=0.9, of="the authors' for single images, ResNet-50"),
+                Step(2.5e-4, 64, momentum=0.9, of="the authors', ResNet-50"),
+            ),
+        ),
+    )
+    DEYO = (
+        "deyo",
+        Facts(
+            "DeYO",
+            "Lee et al., ICLR 2024",
+            f"{_ROOM}.deyo:DeYO",
+            "Tent on predictions that are certain and rest on shape: shuffling the patches of the image changes them.",
+            "scale and shift of normalization layers but the last",
+            "2 + 1",
+            predict=Predict.BEFORE,
+            steps=(
+                Step(2.5e-4 / 16, 1, momentum=0.9, of="the authors' for single images, ResNet-50"),
+                Step(2.5e-4, 64, momentum=0.9, of="the authors', ResNet-50"),
             ),
         ),
     )

@@ -23,8 +23,11 @@ NOISE = 0.005
 GRAY = (0.299, 0.587, 0.114)  # shares of red, green and blue in brightness
 
 
-def random_view(x: Tensor, generator: Generator) -> Tensor:
-    """Another view of images or volumes x (B, C, *spatial), of the same shape and range."""
+def random_view(x: Tensor, generator: Generator, *, in_place: bool = False) -> Tensor:
+    """Another view of images or volumes x (B, C, *spatial), of the same shape and range.
+
+    `in_place` leaves everything where it is, so that a dense prediction of the plain image fits the view.
+    """
     if x.ndim not in (4, 5):
         raise InputError(f"views are made of 2-D images and volumes, got images of shape {tuple(x.shape[1:])}")
     flat = x.flatten(1)
@@ -33,9 +36,11 @@ def random_view(x: Tensor, generator: Generator) -> Tensor:
     width = flat.amax(1).view(shape) - low
     width = torch.where(width > 0, width, 1.0)
     view = jittered((x - low) / width, generator)
-    view = turned(view, _drawn(ANGLE, generator), [_drawn(SHIFT, generator) for _ in "xy"], _drawn(SCALE, generator))
+    if not in_place:
+        angle, shift = _drawn(ANGLE, generator), [_drawn(SHIFT, generator) for _ in "xy"]
+        view = turned(view, angle, shift, _drawn(SCALE, generator))
     view = blurred(view, _drawn(BLUR, generator))
-    if torch.rand((), generator=generator) < 0.5:
+    if not in_place and torch.rand((), generator=generator) < 0.5:
         view = view.flip(-1)
     noise = NOISE * torch.randn(view.shape, generator=generator)
     return (view + noise.to(view)).clamp(0, 1) * width + low

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from dltta.core.augmentation import random_view
 from dltta.errors import NothingToAdaptError, SettingError
 from dltta.models.normalization import BatchNormWrapper, use_test_statistics
 from dltta.models.predictions import entropy, greatest_entropy, log_probabilities, most_likely, probabilities
@@ -78,8 +78,7 @@ class RoTTA:
     from before the update. Capacity and `every` are the authors' 64 unless given.
 
     Ours: a step of a batch is one update at most. Dense predictions: all images in one list, uncertainty the mean over
-    positions, capacity 16. Strong views change intensities (in the image's own range) and blur, and mirror where a
-    prediction has no positions; the authors also turn and shift.
+    positions, capacity 16; and strong views (`dltta.core.augmentation`) leave everything in its place there.
     """
 
     def __init__(
@@ -148,7 +147,7 @@ class RoTTA:
                 images = torch.stack([entry.image for entry in entries]).to(total.device)
                 with torch.no_grad():
                     wanted = probabilities(self.teacher(images))
-                views = strong_views(images, generator, mirror=wanted.ndim == 2)
+                views = random_view(images, generator, in_place=wanted.ndim > 2)
                 errors = -(wanted * log_probabilities(model(views))).sum(1)  # (B, *positions)
                 errors = errors.flatten(1).mean(1) if errors.ndim > 1 else errors
                 ages = errors.new_tensor([entry.age / memory.capacity for entry in entries])
@@ -274,41 +273,3 @@ def _alike(entries: Sequence[Remembered]) -> list[list[Remembered]]:
     for entry in entries:
         groups.setdefault(entry.image.shape, []).append(entry)
     return list(groups.values())
-
-
-def strong_views(images: Tensor, generator: torch.Generator, *, mirror: bool) -> Tensor:
-    """Images (B, C, *spatial) with other brightness, contrast and gamma in random order, blurred, with noise."""
-    return torch.stack([_strong_view(image, generator, mirror=mirror) for image in images])
-
-
-def _strong_view(image: Tensor, generator: torch.Generator, *, mirror: bool) -> Tensor:
-    def drawn(low: float, high: float) -> float:
-        return low + (high - low) * torch.rand((), generator=generator).item()
-
-    least, span = image.min(), (image.max() - image.min()).clamp_min(1e-6)
-    y = (image - least) / span
-    brightness, contrast, gamma = drawn(0.6, 1.4), drawn(0.7, 1.3), drawn(0.7, 1.3)
-    for change in torch.randperm(3, generator=generator).tolist():
-        if change == 0:
-            y = y * brightness
-        elif change == 1:
-            y = (y - y.mean()) * contrast + y.mean()
-        else:
-            y = y.clamp(0, 1) ** gamma
-        y = y.clamp(0, 1)
-    y = _blurred(y, drawn(0.001, 0.5))
-    if mirror and drawn(0, 1) < 0.5:
-        y = y.flip(-1)
-    y = y + 0.005 * torch.randn(y.shape, generator=generator).to(y)
-    return y.clamp(0, 1) * span + least
-
-
-def _blurred(image: Tensor, sigma: float) -> Tensor:
-    """Five taps of a Gaussian along every spatial axis; edges are repeated."""
-    taps = torch.exp(-torch.arange(-2.0, 3.0).square() / (2 * sigma**2)).to(image)
-    taps = taps / taps.sum()
-    for axis in range(1, image.ndim):
-        moved = image.movedim(axis, -1)
-        padded = F.pad(moved.flatten(0, -2)[:, None], (2, 2), mode="replicate")  # (rows, 1, length + 4)
-        image = F.conv1d(padded, taps[None, None])[:, 0].view(moved.shape).movedim(-1, axis)
-    return image
