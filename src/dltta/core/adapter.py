@@ -14,7 +14,7 @@ from dltta.core.passes import accept, run
 from dltta.core.rates import AnyRate, Signals, ask, mean_rate
 from dltta.core.snapshot import load_state, state_of
 from dltta.core.step import Step, Update
-from dltta.core.update import after_update, loss_gradient, move, predicted
+from dltta.core.update import after_update, before_batch, loss_gradient, move, predicted
 from dltta.errors import SettingError
 from dltta.models.features import Seen
 from dltta.models.predictions import probabilities
@@ -75,6 +75,7 @@ class Adapter(AdaptedNetwork):
 
     def _adapt(self, x: Tensor) -> tuple[Seen, tuple[Update, ...]]:
         """Algorithm 1 for one batch, up to the memory."""
+        before_batch(self.objective, self.model, x)
         seen = self._forward(x, learning=self.steps > 0)  # q = h(x), v = g(q) with θ_t
         updates = []
         for remaining in reversed(range(self.steps)):

@@ -6,6 +6,7 @@ a class of yours against this contract.
 
 A method is a `Preparation` or an `Objective`. It may have more, and the adapter uses what it finds:
 
+- `before_batch(model, x)`, called once per batch before the first pass: start from something that fits these images
 - `gradient(model, x, logits, parameters) -> (loss, gradient)`, called instead of differentiating the loss: for methods
   whose gradient is taken elsewhere than at the present parameters, or from more than one loss
 - `after_update(model)`, called after every optimizer step: average a teacher, restore some weights
@@ -44,6 +45,15 @@ class Objective(Protocol):
 
         Called once right after the forward pass that gave these logits, whose graph they carry.
         """
+        ...
+
+
+@runtime_checkable
+class MeetsBatches(Protocol):
+    """A method that does something once it sees the images, before the network does."""
+
+    def before_batch(self, model: nn.Module, x: Tensor, /) -> None:
+        """May change the adapted parameters and what it remembers; undone with the step if that fails."""
         ...
 
 
