@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from dltta.core.adapted import AdaptedNetwork, Layout, OptimizerFactory
 from dltta.core.discrepancy import batch_discrepancy
-from dltta.core.gradients import Gradient
+from dltta.core.gradients import Gradient, reached
 from dltta.core.memory import MemoryBank
 from dltta.core.objectives.objective import Objective, Preparation
 from dltta.core.passes import accept, run
@@ -129,9 +129,11 @@ class Adapter(AdaptedNetwork):
         return None if reference is None else batch_discrepancy(prediction, reference, positions=self.memory.positions)
 
     def _signals(self, x: Tensor, seen: Seen, discrepancy: float | None, loss: float, gradient: Gradient) -> Signals:
-        reached = {name: part for name, part in zip(self._names, gradient, strict=True) if part is not None}
+        auxiliary = getattr(self.objective, "auxiliary_gradient", None)
+        second = None if auxiliary is None else reached(self._names, auxiliary)
         parameters = {name: part.detach() for name, part in zip(self._names, self._adapted, strict=True)}
-        return Signals(discrepancy, loss, reached, parameters, self.model, x, seen.logits.detach())
+        first = reached(self._names, gradient)
+        return Signals(discrepancy, loss, first, parameters, self.model, x, seen.logits.detach(), second)
 
     @torch.no_grad()
     def _remember(self, seen: Seen) -> None:

@@ -1,6 +1,7 @@
 """3 objectives. What does the network minimize at test time? One method per file."""
 
 from dltta.core.objectives.atta import ATTA
+from dltta.core.objectives.grata import GraTa
 from dltta.core.objectives.intent import InTEnt
 from dltta.core.objectives.objective import Objective, Preparation
 from dltta.core.objectives.ptbn import PTBN
@@ -8,4 +9,4 @@ from dltta.core.objectives.source import Source
 from dltta.core.objectives.tent import Tent
 from dltta.core.objectives.ttt import TTT
 
-__all__ = ["ATTA", "PTBN", "TTT", "InTEnt", "Objective", "Preparation", "Source", "Tent"]
+__all__ = ["ATTA", "PTBN", "TTT", "GraTa", "InTEnt", "Objective", "Preparation", "Source", "Tent"]

@@ -86,7 +86,8 @@ def balanced_entropy(probability: Tensor) -> Tensor:
         count = chosen.sum(dim=1)
         total += (h * chosen).sum(dim=1) / count.clamp_min(1)
         present += count > 0
-    return total / present
+    balanced: Tensor = total / present
+    return balanced
 
 
 def mixture_weights(scores: Tensor, temperature: float) -> Tensor:

@@ -8,7 +8,8 @@ A method is a `Preparation` or an `Objective`. It may have more, and the adapter
 
 - `before_batch(model, x)`, called once per batch before the first pass: start from something that fits these images
 - `gradient(model, x, logits, parameters) -> (loss, gradient)`, called instead of differentiating the loss: for methods
-  whose gradient is taken elsewhere than at the present parameters, or from more than one loss
+  whose gradient is taken elsewhere than at the present parameters, or from more than one loss. A second gradient that
+  it computes on its way may stand in `auxiliary_gradient`, for rates that compare (`signals.auxiliary`)
 - `after_update(model)`, called after every optimizer step: average a teacher, restore some weights
 - `predict(model, x, logits) -> logits`, called once per batch without gradient: what the adapter gives as its
   prediction instead of the network's logits, such as a teacher's
