@@ -7,14 +7,14 @@ from torch import Tensor, nn
 
 from dltta.core.adapted import AdaptedNetwork, Layout, OptimizerFactory
 from dltta.core.discrepancy import batch_discrepancy
-from dltta.core.gradients import Gradient
+from dltta.core.gradients import Gradient, reached
 from dltta.core.memory import MemoryBank
 from dltta.core.objectives.objective import Objective, Preparation
 from dltta.core.passes import accept, run
 from dltta.core.rates import AnyRate, Signals, ask, mean_rate
 from dltta.core.snapshot import load_state, state_of
 from dltta.core.step import Step, Update
-from dltta.core.update import after_update, collapsed, loss_gradient, move, predicted
+from dltta.core.update import after_update, before_batch, collapsed, loss_gradient, move, predicted
 from dltta.errors import SettingError
 from dltta.models.features import Seen
 from dltta.models.predictions import probabilities
@@ -75,6 +75,7 @@ class Adapter(AdaptedNetwork):
 
     def _adapt(self, x: Tensor) -> tuple[Seen, tuple[Update, ...]]:
         """Algorithm 1 for one batch, up to the memory."""
+        before_batch(self.objective, self.model, x)
         seen = self._forward(x, learning=self.steps > 0)  # q = h(x), v = g(q) with θ_t
         updates = []
         for remaining in reversed(range(self.steps)):
@@ -135,9 +136,11 @@ class Adapter(AdaptedNetwork):
         return None if reference is None else batch_discrepancy(prediction, reference, positions=self.memory.positions)
 
     def _signals(self, x: Tensor, seen: Seen, discrepancy: float | None, loss: float, gradient: Gradient) -> Signals:
-        reached = {name: part for name, part in zip(self._names, gradient, strict=True) if part is not None}
+        auxiliary = getattr(self.objective, "auxiliary_gradient", None)
+        second = None if auxiliary is None else reached(self._names, auxiliary)
         parameters = {name: part.detach() for name, part in zip(self._names, self._adapted, strict=True)}
-        return Signals(discrepancy, loss, reached, parameters, self.model, x, seen.logits.detach())
+        first = reached(self._names, gradient)
+        return Signals(discrepancy, loss, first, parameters, self.model, x, seen.logits.detach(), second)
 
     @torch.no_grad()
     def _remember(self, seen: Seen) -> None:

@@ -20,6 +20,11 @@ def differentiated(loss: Tensor, parameters: Sequence[nn.Parameter], *, keep: bo
         return loss, list(torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=keep or None))
 
 
+def reached(names: Sequence[str], gradient: Gradient) -> dict[str, Tensor]:
+    """The gradient by the parameter's name, of those that the loss reaches."""
+    return {name: part for name, part in zip(names, gradient, strict=True) if part is not None}
+
+
 @contextmanager
 def displaced(parameters: Sequence[nn.Parameter], by: Gradient) -> Iterator[None]:
     """While the context lasts, each parameter is so much larger; afterwards it is as it was, bit for bit.

@@ -31,6 +31,7 @@ class Signals:
     model: nn.Module  # the adapted network, before the update
     images: Tensor  # (B, C, *spatial)
     logits: Tensor  # (B, C, *positions), of the pass before the update; detached
+    auxiliary: Mapping[str, Tensor] | None = None  # a second gradient, if the objective computes one on its way
 
 
 class LearningRate(Protocol):

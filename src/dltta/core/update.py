@@ -6,10 +6,25 @@ import torch
 from torch import Tensor, nn
 
 from dltta.core.gradients import Gradient, differentiated
-from dltta.core.objectives.objective import ComputesGradient, FollowsUpdates, Objective, Predicts, Preparation, Recovers
+from dltta.core.objectives.objective import (
+    ComputesGradient,
+    FollowsUpdates,
+    MeetsBatches,
+    Objective,
+    Predicts,
+    Preparation,
+    Recovers,
+)
 from dltta.core.passes import require_finite
 from dltta.errors import NonFiniteError, SettingError
 from dltta.models.predictions import all_finite
+
+
+@torch.no_grad()
+def before_batch(objective: object, model: nn.Module, x: Tensor) -> None:
+    """What the objective does once the images are known, if anything."""
+    if isinstance(objective, MeetsBatches):
+        objective.before_batch(model, x)
 
 
 def loss_gradient(

@@ -12,7 +12,7 @@ from typing import Literal
 from dltta.errors import SettingError
 from dltta.evaluation.comparison import case_gains, negative_transfer, paired_test, worst_site
 from dltta.evaluation.results import SOURCE, Results, case_means, summarize
-from dltta.methods import Method
+from dltta.methods import METHODS, Method
 from dltta.metrics import (
     CLASSIFICATION_METRICS,
     DISTANCES,
@@ -25,12 +25,14 @@ from dltta.quality.decision import SEVERITY
 
 SIGNIFICANT = 0.05
 PLAIN_RATES = ("none", "fixed")  # a method with one of these goes by its name
-NAMES = {
-    **{str(method): method.facts.title for method in Method},
+FIRST = ("source", "ptbn", "tent", "ttt", "atta")
+NAMES = {  # in an order that only grows at its end: colors follow it
+    **{name: METHODS[name].facts.title for name in FIRST},
     "uda-st": "UDA-ST",
     "cyclegan": "CycleGAN",
     "udas": "UDAS",
     "uda-swav": "UDA-SwAV",
+    **{str(method): method.facts.title for method in Method if method not in FIRST},
 }
 SEE_TARGET = ("uda-st", "cyclegan", "udas", "uda-swav")  # trained with the images that they are tested on
 TITLES = {"dice": "Dice", "hd95": "HD95", "asd": "ASD", "auc": "AUC", "f1": "F1"}

@@ -1,6 +1,6 @@
 """2 networks. Which statistics do the normalization layers use, and which of their parameters can move?"""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -80,14 +80,26 @@ def use_test_statistics(model: nn.Module, statistics: NormalizationStatistics | 
     so the network's state dict keeps its keys. Group and layer normalization never used anything else.
     """
     chosen = statistics or BatchStatistics()
+    wrap_batch_norms(model, chosen.wrap)
+    for layer in model.modules():
+        if isinstance(layer, _InstanceNorm):
+            layer.track_running_stats = False
+
+
+def wrap_batch_norms(model: nn.Module, wrap: Callable[[_BatchNorm, str], nn.Module]) -> list[nn.Module]:
+    """Put what `wrap` gives in the place of every batch-normalization layer, in order; these modules."""
     wrappers: dict[nn.Module, nn.Module] = {}  # a layer used under two names keeps being one layer
     for name, layer in list(model.named_modules(remove_duplicate=False)):
         if isinstance(layer, _BatchNorm) and name:
             if layer not in wrappers:
-                wrappers[layer] = chosen.wrap(layer, name)
+                wrappers[layer] = wrap(layer, name)
             model.set_submodule(name, wrappers[layer])
-        elif isinstance(layer, _InstanceNorm):
-            layer.track_running_stats = False
+    return list(wrappers.values())
+
+
+def stores_statistics(model: nn.Module) -> bool:
+    """Whether a batch-normalization layer of the network normalizes by statistics of the training set."""
+    return any(isinstance(layer, _BatchNorm) and layer.running_mean is not None for layer in model.modules())
 
 
 class BatchNormWrapper(_BatchNorm):

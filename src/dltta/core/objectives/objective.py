@@ -6,8 +6,10 @@ a class of yours against this contract.
 
 A method is a `Preparation` or an `Objective`. It may have more, and the adapter uses what it finds:
 
+- `before_batch(model, x)`, called once per batch before the first pass: start from something that fits these images
 - `gradient(model, x, logits, parameters) -> (loss, gradient)`, called instead of differentiating the loss: for methods
-  whose gradient is taken elsewhere than at the present parameters, or from more than one loss
+  whose gradient is taken elsewhere than at the present parameters, or from more than one loss. A second gradient that
+  it computes on its way may stand in `auxiliary_gradient`, for rates that compare (`signals.auxiliary`)
 - `after_update(model)`, called after every optimizer step: average a teacher, restore some weights
 - `collapsed() -> bool`, asked after that: whether network, optimizer and what it remembers return to the source
 - `predict(model, x, logits) -> logits`, called once per batch without gradient: what the adapter gives as its
@@ -47,6 +49,15 @@ class Objective(Protocol):
         (`logits.new_zeros(())`) says that there is nothing to learn from these images: no step is taken, neither
         parameters nor optimizer change, and the rate of the update is 0.
         """
+        ...
+
+
+@runtime_checkable
+class MeetsBatches(Protocol):
+    """A method that does something once it sees the images, before the network does."""
+
+    def before_batch(self, model: nn.Module, x: Tensor, /) -> None:
+        """May change the adapted parameters and what it remembers; undone with the step if that fails."""
         ...
 
 
