@@ -13,6 +13,7 @@ import torch
 
 from dltta.core.adapted import OptimizerFactory
 from dltta.core.adapter import Adapter
+from dltta.core.aligned import Aligned
 from dltta.core.layer_rates import LAW, PALM
 from dltta.core.memory import MemoryBank
 from dltta.core.objectives import Objective, Preparation, Source
@@ -179,6 +180,7 @@ def make_rate(rate: str, alpha: float, calibration: Calibration | None = None) -
         Rule.FIXED: Fixed(alpha),
         Rule.DYNAMIC: Proportional(alpha),
         Rule.EXPONENTIAL: Exponential(alpha),
+        Rule.ALIGNED: Aligned(alpha),
         Rule.LAW: LAW(alpha),
         Rule.PALM: PALM(alpha),
     }

@@ -62,6 +62,7 @@ class Facts:
     moves: str
     passes: str  # of the network for one batch, forward + backward
     loss: bool = True
+    rate: str = "fixed"  # the authors' rule, of methods that the DLTTA paper does not compare
     predict: Predict = Predict.AFTER
     part: str | None = None  # what `dltta train --with` must have trained
     source: str = "nothing"  # what it needs from the source beside the network
@@ -281,6 +282,39 @@ class Method(StrEnum):
             steps=(
                 Step(2.5e-4 / 16, 1, momentum=0.9, of="the authors' for single images, ResNet-50"),
                 Step(2.5e-4, 64, momentum=0.9, of="the authors', ResNet-50"),
+            ),
+        ),
+    )
+    INTENT = (
+        "intent",
+        Facts(
+            "InTEnt",
+            "Dong et al., CVPR workshops 2024",
+            f"{_ROOM}.intent:InTEnt",
+            "Predicts under several mixtures of source and test statistics and averages, the certain ones with more "
+            "weight.",
+            "nothing",
+            "7 + 0",
+            loss=False,
+            normalizations=BATCH_ONLY,
+            statistics=False,
+            steps=(Step(0.0, 1, of="the authors'"), Step(0.0, 64, of="ours")),
+        ),
+    )
+    GRATA = (
+        "grata",
+        Facts(
+            "GraTa",
+            "Chen et al., AAAI 2025",
+            f"{_ROOM}.grata:GraTa",
+            "Follows the gradient of consistency between views; the more it agrees with that of the entropy, the "
+            "further.",
+            "scale and shift of normalization layers",
+            "9 + 2",
+            rate="aligned",
+            steps=(
+                Step(1e-4, 1, Optimizer.ADAM, of="the authors', optic disc and cup"),
+                Step(1e-4, 64, Optimizer.ADAM, of="ours: the authors' for segmentation"),
             ),
         ),
     )

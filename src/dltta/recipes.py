@@ -22,12 +22,13 @@ class Rule(StrEnum):
     DYNAMIC = "dynamic"  # Eq. (6)
     EXPONENTIAL = "exponential"
     RELATIVE = "relative"
+    ALIGNED = "aligned"  # by the agreement of two gradients
     LAW = "law"  # each parameter its own, from accumulated gradients
     PALM = "palm"  # each parameter its own, from its sensitivity
 
 
 NO_RATE = "none"  # of methods without a loss
-WITHOUT_MEMORY = (Rule.FIXED, Rule.LAW, Rule.PALM, NO_RATE)
+WITHOUT_MEMORY = (Rule.FIXED, Rule.ALIGNED, Rule.LAW, Rule.PALM, NO_RATE)
 
 
 class UDAName(StrEnum):
@@ -194,8 +195,8 @@ def recommended() -> Recipe:
 def recipe_for(method: str, rate: str | None = None, **changes: Any) -> Recipe:
     """The recipe that a method's name stands for; `recommended` brings its own rate, rule by rule.
 
-    Methods that the paper does not compare have the fixed rate of their authors unless another is named. A rate may
-    carry its α: `fixed:1e-2`. Changes that are None are not made; `recommended` takes a batch size only.
+    Methods that the paper does not compare have the rate of their authors, most often fixed, unless another is named.
+    A rate may carry its α: `fixed:1e-2`. Changes that are None are not made; `recommended` takes a batch size only.
     """
     given = {key: value for key, value in changes.items() if value is not None}
     if method == RECOMMENDED:
@@ -211,9 +212,9 @@ def recipe_for(method: str, rate: str | None = None, **changes: Any) -> Recipe:
 
 
 def usual_rate(method: str) -> str:
-    """The paper's dynamic rate, or fixed as the authors of a method that the paper does not compare have it."""
+    """The paper's dynamic rate, or for a method that the paper does not compare that of its authors."""
     known = METHODS.get(method)
-    return str(Rule.DYNAMIC if known is None or known.facts.of_paper else Rule.FIXED)
+    return str(Rule.DYNAMIC) if known is None or known.facts.of_paper else known.facts.rate
 
 
 def usual_step(method: str, task: Task) -> Step:

@@ -50,8 +50,9 @@ class Adapting:
         typer.Option(
             metavar="RULE",
             help="How large each step is. dynamic (Eq. 6 of the paper), exponential and relative (to what is usual) "
-            "follow the discrepancy to similar earlier predictions; law and palm give every layer its own; fixed is "
-            "the same for all; or package.module:Class. recommended brings its own.",
+            "follow the discrepancy to similar earlier predictions; aligned the agreement of two losses' "
+            "gradients; law and palm give every layer its own; fixed is the same for all; or "
+            "package.module:Class. recommended brings its own.",
             show_default="dynamic; of methods newer than the paper fixed",
         ),
     ] = None

@@ -32,8 +32,8 @@ class Compared:
         str | None,
         typer.Option(
             metavar="RULES",
-            help="Learning-rate rules, with commas: fixed, dynamic, exponential, relative, law, palm, matched (fixed "
-            "at the mean of dynamic), package.module:Class. fixed:1e-2 sets the rate.",
+            help="Learning-rate rules, with commas: fixed, dynamic, exponential, relative, aligned, law, palm, "
+            "matched (fixed at the mean of dynamic), package.module:Class. fixed:1e-2 sets the rate.",
             show_default="fixed,dynamic",
         ),
     ] = None
