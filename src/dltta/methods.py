@@ -179,6 +179,26 @@ class Method(StrEnum):
             steps=(Step(0.0, 1, of="ours: images come one by one"), Step(0.0, 32, of="the authors'")),
         ),
     )
+    TTT_PLUS = (
+        "ttt++",
+        Facts(
+            "TTT++",
+            "Liu et al., NeurIPS 2021",
+            f"{_ROOM}.ttt_plus:TTTPlus",
+            "Trains the encoder further on telling images apart, and holds the mean and covariance of its features at "
+            "the source's.",
+            "the encoder in front of the feature layer",
+            "2 + 1, and the encoder on 1 (a batch: 3) views",
+            part="ttt++",
+            source="a second network with a projection head; moments of its features",
+            normalizations=(),
+            batch_of_one="alignment only",
+            steps=(
+                Step(1e-4, 1, momentum=0.9, of="ours: the authors' lower rate, CIFAR-100-C"),
+                Step(1e-2, 256, momentum=0.9, of="the authors', CIFAR-10-C"),
+            ),
+        ),
+    )
     COTTA = (
         "cotta",
         Facts(

@@ -17,6 +17,7 @@ from dltta.core.objectives import (
     RoTTA,
     Source,
     Tent,
+    TTTPlus,
 )
 
 __all__ = [
@@ -35,5 +36,6 @@ __all__ = [
     "Preparation",
     "RoTTA",
     "Source",
+    "TTTPlus",
     "Tent",
 ]

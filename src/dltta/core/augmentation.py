@@ -46,6 +46,36 @@ def random_view(x: Tensor, generator: Generator, *, in_place: bool = False) -> T
     return (view + noise.to(view)).clamp(0, 1) * width + low
 
 
+def contrast_view(x: Tensor, generator: Generator) -> Tensor:
+    """Each image x (B, C, *spatial) cropped to 0.2 to 1 of its size and enlarged again, mirrored, jittered, or gray.
+
+    As TTT++ and SimCLR do, in each image's own range; jitter with probability 0.8, gray (of three channels) with 0.2.
+    """
+    return torch.cat([_contrast_view(image[None], generator) for image in x])
+
+
+def _contrast_view(x: Tensor, generator: Generator) -> Tensor:
+    size, axes = x.shape[2:], x.ndim - 2
+    side = _drawn((0.2, 1.0), generator) ** (1 / axes)
+    for axis in range(2, x.ndim):
+        length = max(1, round(side * x.shape[axis]))
+        x = x.narrow(axis, int(torch.randint(x.shape[axis] - length + 1, (), generator=generator)), length)
+    x = F.interpolate(x, size=size, mode={1: "linear", 2: "bilinear", 3: "trilinear"}[axes], align_corners=False)
+    if torch.rand((), generator=generator) < 0.5:
+        x = x.flip(-1)
+    low, width = x.min(), (x.max() - x.min()).clamp_min(1e-6)
+    view = (x - low) / width
+    if torch.rand((), generator=generator) < 0.8:
+        for change, limits in ((brightness, (0.6, 1.4)), (contrast, (0.6, 1.4))):
+            view = change(view, _drawn(limits, generator)).clamp(0, 1)
+        if x.shape[1] == 3:
+            view = saturation(view, _drawn((0.6, 1.4), generator)).clamp(0, 1)
+            view = hue(view, _drawn((-0.1, 0.1), generator)).clamp(0, 1)
+    if x.shape[1] == 3 and torch.rand((), generator=generator) < 0.2:
+        view = _gray(view).expand_as(view)
+    return view * width + low
+
+
 def jittered(x: Tensor, generator: Generator) -> Tensor:
     """Brightness, contrast and gamma of x in [0, 1], with three channels saturation and hue too, in random order."""
     changes: list[tuple[Callable[[Tensor, float], Tensor], tuple[float, float]]]

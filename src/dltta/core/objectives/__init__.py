@@ -15,6 +15,7 @@ from dltta.core.objectives.source import Source
 from dltta.core.objectives.t3a import T3A
 from dltta.core.objectives.tent import Tent
 from dltta.core.objectives.ttt import TTT
+from dltta.core.objectives.ttt_plus import TTTPlus
 
 __all__ = [
     "ATTA",
@@ -32,5 +33,6 @@ __all__ = [
     "Preparation",
     "RoTTA",
     "Source",
+    "TTTPlus",
     "Tent",
 ]
