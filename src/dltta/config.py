@@ -153,6 +153,16 @@ def _rotation(model: Checkpoint | OpenedModel) -> dict[str, Any]:
     return {"head": part.head, "layer": part.layer, "shared": part.shared}
 
 
+def _contrast(model: Checkpoint | OpenedModel) -> dict[str, Any]:
+    part = model.contrast
+    if part is None or part.features is None or part.projections is None:
+        raise SettingError("this network has no projection head, which TTT++ needs; take model.for_method('ttt++')")
+    return {
+        "head": part.head, "layer": part.layer, "shared": part.shared, "features": part.features,
+        "projections": part.projections,
+    }  # fmt: skip
+
+
 def _reconstructions(model: Checkpoint | OpenedModel) -> dict[str, Any]:
     parts = model.reconstructions
     if parts is None:
@@ -162,6 +172,7 @@ def _reconstructions(model: Checkpoint | OpenedModel) -> dict[str, Any]:
 
 _PARTS: dict[str, Callable[[Checkpoint | OpenedModel], dict[str, Any]]] = {
     "ttt": _rotation,
+    "ttt++": _contrast,
     "atta": _reconstructions,
 }
 

@@ -52,8 +52,8 @@ class Training:
             "--with",
             metavar="NAMES",
             help="Also train what test-time methods need: ttt (a second network with a rotation head, which takes as "
-            "long again), atta (auto-encoders). memory keeps features and predictions of source images. Several: "
-            "ttt,atta.",
+            "long again), ttt++ (likewise, with a contrastive task), atta (auto-encoders). memory keeps features and "
+            "predictions of source images. Several: ttt,atta.",
             show_default="none",
         ),
     ] = None

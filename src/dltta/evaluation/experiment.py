@@ -279,11 +279,11 @@ def prepare(
             weights[job.model] = _weights(train_uda(experiment, job, models[job.seed], device, report))
     measured = {
         f"seed_{seed}": "".join(
-            each.calibration.checksum() for each in (model, model.joint) if each and each.calibration
+            each.calibration.checksum() for each in (model, model.joint, model.contrastive) if each and each.calibration
         )
         for seed, model in models.items()
     }
-    networks = {"source": models[0], "ttt": models[0].joint}
+    networks = {"source": models[0], "ttt": models[0].joint, "ttt++": models[0].contrastive}
     losses = {name: network.record["losses"] for name, network in networks.items() if network is not None}
     return Bench(experiment, weights, _data(experiment, models), measured, losses), models
 
@@ -401,6 +401,8 @@ def training_curves(checkpoint: Checkpoint) -> dict[str, list[float]]:
     for row in checkpoint.record.get("history", []):
         if row["stage"] == "ttt":
             curves.setdefault("rotation loss", []).append(row["rotation"])
+        elif row["stage"] == "ttt++":
+            curves.setdefault("contrast loss", []).append(row["contrast"])
         elif row["stage"] == "task":
             curves.setdefault("task loss", []).append(row["task"])
             if row["score"] is not None:

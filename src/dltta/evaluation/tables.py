@@ -324,8 +324,9 @@ def _training_notes(results: Results, methods: Collection[str]) -> Iterator[str]
     losses: Mapping[str, Sequence[str]] = results.config.get("trained_with", {})
     if "source" in losses:
         yield f"Source: trained with {training_words(losses['source'])}."
-    if "ttt" in losses and "ttt" in methods:
-        yield f"TTT starts from another network, trained with {training_words(losses['ttt'])}."
+    for name in ("ttt", "ttt++"):
+        if name in losses and name in methods:
+            yield f"{NAMES[name]} starts from another network, trained with {training_words(losses[name])}."
 
 
 def target_note(names: Iterable[str]) -> str | None:

@@ -7,7 +7,7 @@ from dltta.data.case import Task
 from dltta.errors import SettingError
 
 LEARNING_RATES: dict[Task, float] = {"segmentation": 1e-3, "classification": 3e-4}  # the paper's
-AUXILIARIES = ("ttt", "atta", "memory")
+AUXILIARIES = ("ttt", "ttt++", "atta", "memory")
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,9 @@ class TrainingSettings:
     patch: tuple[int, ...] | None = None  # random crops of this size; None trains on whole images
     validation: float | tuple[str, ...] = 0.2  # share of patients, or their names; the paper's OCT split is a fifth
     seed: int = 0
-    with_: tuple[str, ...] = ()  # to train or keep too: ttt, atta, memory (pairs of source images)
+    with_: tuple[str, ...] = ()  # to train or keep too: ttt, ttt++, atta, memory (pairs)
     rotation_hidden: int = 64
+    projection: int = 128  # numbers that TTT++ tells images apart by
     autoencoder_epochs: int = 20  # ATTA's
     autoencoder_batch: int = 2  # ATTA's
     autoencoder_width: int = 64  # ATTA's n

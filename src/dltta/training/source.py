@@ -1,8 +1,9 @@
 """Source side. Trains the source model on labeled source images — Eq. (1) — and what TTT and ATTA need beside it.
 
 Stages, in this order, each resumable: `task` trains the source model with the task loss alone; `ttt`, if asked for,
-trains a second network from the same initial weights on the same batches, jointly with rotation; `atta`, if asked for,
-trains auto-encoders on the source model. So the source model is the same bits whatever else is trained.
+trains a second network from the same initial weights on the same batches, jointly with rotation; `ttt++`, if asked for,
+another one jointly with contrast between views; `atta`, if asked for, trains auto-encoders on the source
+model. So the source model is the same bits whatever else is trained.
 """
 
 import copy
@@ -16,6 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from dltta.core.augmentation import contrast_view
 from dltta.data.case import Dataset, Task
 from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DataError, SettingError, StateError
@@ -23,6 +25,7 @@ from dltta.models.encoder import encode, shared_parameters
 from dltta.models.features import find_feature_layer
 from dltta.models.io.checkpoint import (
     Checkpoint,
+    Contrast,
     Reconstructions,
     Rotation,
     load_checkpoint,
@@ -30,9 +33,11 @@ from dltta.models.io.checkpoint import (
 )
 from dltta.models.io.fingerprint import fingerprint
 from dltta.models.nets.architecture import Architecture
-from dltta.models.normalization import kept_statistics
+from dltta.models.normalization import kept_statistics, use_test_statistics
 from dltta.models.parts.autoencoders import DENSENET_LEVELS, UNET_LEVELS, AutoEncoders, LevelOutputs
+from dltta.models.parts.contrast import ProjectionHead, contrast_loss, feature_moments, pooled
 from dltta.models.parts.rotation import TURNS, RotationHead, rotation_loss
+from dltta.models.predictions import each_prediction
 from dltta.training.calibration import MOST, calibrate
 from dltta.training.examples import Examples, Pair, augmentation, gather, read_pairs, require_one_size, split_by_group
 from dltta.training.fit import Plan, Ranks, Report, Row, TrainingState, learn, supervised
@@ -41,27 +46,36 @@ from dltta.training.settings import LEARNING_RATES, TrainingSettings
 from dltta.training.task import TaskLoss, validation_score
 
 LEVELS = {"unet": UNET_LEVELS, "densenet121": DENSENET_LEVELS, "densenet_small": DENSENET_LEVELS}
-Stage = Literal["task", "ttt", "atta"]
+Stage = Literal["task", "ttt", "ttt++", "atta"]
 STAGES = get_args(Stage)  # in order
-LOSSES = {"task": ["task"], "ttt": ["task", "rotation"]}  # that each network is trained with, of equal weight
+LOSSES = {  # that each network is trained with, of equal weight
+    "task": ["task"],
+    "ttt": ["task", "rotation"],
+    "ttt++": ["task", "contrast"],
+}
 Log = Callable[[Row], None]
 
 
 class TaskTraining(nn.Module):
-    """The task loss and, with a rotation head, the rotation loss with equal weight (Sun et al. 2020).
+    """The task loss and, with a head, the rotation loss (Sun et al. 2020) or contrast (TTT++) with equal weight.
 
-    Rotated images never reach the stored statistics of normalization layers, which are for upright ones.
+    Rotated and cropped images never reach the stored statistics of normalization layers, which are for plain ones.
     """
 
-    def __init__(self, model: nn.Module, loss: TaskLoss, rotation: Rotation | None) -> None:
+    def __init__(self, model: nn.Module, loss: TaskLoss, part: Rotation | Contrast | None) -> None:
         super().__init__()
         self.model, self.loss = model, loss
-        self.head = rotation.head if rotation is not None else None
-        self.layer = rotation.layer if rotation is not None else ""
+        self.head = part.head if part is not None else None
+        self.layer = part.layer if part is not None else ""
 
     def forward(self, images: Tensor, labels: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         losses = {"task": self.loss(self.model(images), labels)}
-        if self.head is not None:
+        if isinstance(self.head, ProjectionHead):
+            views = [contrast_view(images, generator) for _ in range(2)]
+            with kept_statistics(self.model):
+                one, other = (self.head(pooled(encode(self.model, self.layer, view))) for view in views)
+            losses["contrast"] = contrast_loss(one, other)
+        elif self.head is not None:
             turns = torch.randint(len(TURNS), (len(images),), generator=generator).to(images.device)
             with kept_statistics(self.model):
                 losses["rotation"] = rotation_loss(self.model, self.head, self.layer, images, turns)
@@ -115,10 +129,12 @@ class SourceTraining:
         self.journal = TrainingState(self.folder / "resume.pt", self._fingerprint(), resume=self.resume)
         source = self._train_network("task", self.folder)
         joint = self._train_network("ttt", self.folder / "ttt") if "ttt" in self.settings.with_ else None
+        contrastive = self._train_network("ttt++", self.folder / "ttt++") if "ttt++" in self.settings.with_ else None
         parts = self._train_autoencoders(source) if "atta" in self.settings.with_ else None
         if self.ranks.first:
             measured = None if joint is None else self._measured(joint)
-            source = self._measured(replace(source, reconstructions=parts, joint=measured))
+            aligned = None if contrastive is None else self._measured(self._with_moments(contrastive))
+            source = self._measured(replace(source, reconstructions=parts, joint=measured, contrastive=aligned))
             history = {**source.record, "history": self.journal.history}
             save_checkpoint(self.folder, replace(source, record=history))
             self.journal.close()
@@ -165,7 +181,8 @@ class SourceTraining:
         new = self.architecture.build(seed=self.settings.seed) if self.start is None else copy.deepcopy(self.start)
         model = new.to(self.device)
         rotation = self._rotation(model, self._sample()) if stage == "ttt" else None
-        module = TaskTraining(model, TaskLoss(self.settings.loss), rotation).to(self.device)
+        contrast = self._contrast(model, self._sample()) if stage == "ttt++" else None
+        module = TaskTraining(model, TaskLoss(self.settings.loss), rotation or contrast).to(self.device)
         best = max((row["score"] for row in self._history(stage) if row["score"] is not None), default=-math.inf)
         started = time.perf_counter()
 
@@ -176,8 +193,9 @@ class SourceTraining:
             self.log(row)
             record = self._record(stage, row)
             checkpoint = Checkpoint(
-                model, self.architecture, self.task, self.classes, self.preprocessing, record, rotation
-            )
+                model, self.architecture, self.task, self.classes, self.preprocessing, record, rotation,
+                contrast=contrast,
+            )  # fmt: skip
             save_checkpoint(folder / "last", checkpoint)
             if row["score"] is None or row["score"] > best:
                 best = -math.inf if row["score"] is None else row["score"]
@@ -261,6 +279,33 @@ class SourceTraining:
             with torch.no_grad():
                 head = RotationHead(encode(model, layer, sample).shape[1], self.settings.rotation_hidden)
         return Rotation(head.to(self.device), layer, shared)
+
+    def _contrast(self, model: nn.Module, sample: Tensor) -> Contrast:
+        layer = find_feature_layer(model.eval(), sample)
+        shared = tuple(shared_parameters(model, layer, sample))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.settings.seed)
+            with torch.no_grad():
+                head = ProjectionHead(encode(model, layer, sample).shape[1], self.settings.projection)
+        return Contrast(head.to(self.device), layer, shared)
+
+    @torch.no_grad()
+    def _with_moments(self, trained: Checkpoint) -> Checkpoint:
+        """With the moments of source features, normalized by the batch as at test time; TTT++ holds them."""
+        contrast = trained.contrast
+        if contrast is None:
+            raise StateError(f"{self.folder / 'ttt++'} has no projection head; train it again")
+        model = copy.deepcopy(trained.model).to(self.device).eval()
+        use_test_statistics(model)
+        images = self._source_images(MOST)
+        size = 1 if self.task == "segmentation" else max(2, len(images) // 8)
+        rows, projected = [], []
+        for start in range(0, len(images), size):
+            maps = encode(model, contrast.layer, torch.stack(images[start : start + size]).to(self.device))
+            rows.append((each_prediction(maps) if self.task == "segmentation" else pooled(maps)).cpu())
+            projected.append(contrast.head.to(self.device)(pooled(maps)).cpu())
+        moments = replace(contrast, features=feature_moments(rows), projections=feature_moments(projected))
+        return replace(trained, contrast=moments)
 
     def _reconstructions(self, trained: Checkpoint) -> Reconstructions:
         levels = LEVELS.get(self.architecture.name)

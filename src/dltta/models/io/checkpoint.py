@@ -8,6 +8,7 @@ MODEL/
   calibration.safetensors   how source images look to its layers, if measured
   ttt/                 the network that TTT starts from, if trained: a checkpoint folder with its own calibration and
                        memory, and rotation.safetensors, the head that was trained jointly with it
+  ttt++/               the same for TTT++, with contrast.safetensors: projection head and moments of source features
 """
 
 import hashlib
@@ -29,10 +30,12 @@ from dltta.files import write_atomically
 from dltta.models.calibration import Calibration
 from dltta.models.nets.architecture import Architecture
 from dltta.models.parts.autoencoders import AutoEncoders, Levels
+from dltta.models.parts.contrast import FeatureMoments, ProjectionHead
 from dltta.models.parts.rotation import RotationHead
 
 FORMAT = 2
 NO_ROTATION = "this model has no rotation head, which TTT needs; train it with `--with ttt`"
+NO_CONTRAST = "this model has no projection head, which TTT++ needs; train it with `--with ttt++`"
 
 
 def training_words(losses: Sequence[str]) -> str:
@@ -47,6 +50,17 @@ class Rotation:
     head: RotationHead
     layer: str
     shared: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """The projection head, the layer it reads, the parameters in front of it, and source moments of both outputs."""
+
+    head: ProjectionHead
+    layer: str
+    shared: tuple[str, ...]
+    features: FeatureMoments | None = None  # None until training is done
+    projections: FeatureMoments | None = None
 
 
 @dataclass(frozen=True)
@@ -82,16 +96,24 @@ class Checkpoint:
     calibration: Calibration | None = None
     pairs: SourcePairs | None = None
     joint: "Checkpoint | None" = None  # what TTT starts from; it has the rotation head
+    contrast: Contrast | None = None
+    contrastive: "Checkpoint | None" = None  # what TTT++ starts from; it has the projection head
 
     def modules(self) -> list[nn.Module]:
         """Every network and part that was trained."""
         parts = [self.model]
         parts += [self.rotation.head] if self.rotation else []
         parts += [self.reconstructions.autoencoders] if self.reconstructions else []
-        return [*parts, *(self.joint.modules() if self.joint else [])]
+        parts += [self.contrast.head] if self.contrast else []
+        joint = (each.modules() for each in (self.joint, self.contrastive) if each is not None)
+        return [*parts, *(module for modules in joint for module in modules)]
 
     def for_method(self, method: str) -> "Checkpoint":
-        """The checkpoint whose `model` the method starts from: `joint` for TTT, this one for all others."""
+        """The checkpoint whose `model` the method starts from: one of their own for TTT and TTT++, else this one."""
+        if method == "ttt++" and self.contrast is None:
+            if self.contrastive is None:
+                raise SettingError(NO_CONTRAST)
+            return self.contrastive
         if method != "ttt" or self.rotation is not None:
             return self
         if self.joint is None:
@@ -104,6 +126,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if checkpoint.joint is not None:
         save_checkpoint(folder / "ttt", checkpoint.joint)
+    if checkpoint.contrastive is not None:
+        save_checkpoint(folder / "ttt++", checkpoint.contrastive)
     files = {"model": dict(checkpoint.model.state_dict())}
     auxiliary: dict[str, Any] = {}
     if (rotation := checkpoint.rotation) is not None:
@@ -114,6 +138,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
             "channels": rotation.head.channels,
             "hidden": rotation.head.hidden,
         }
+    if (contrast := checkpoint.contrast) is not None:
+        files["contrast"], auxiliary["contrast"] = _contrast_parts(contrast)
     if (reconstructions := checkpoint.reconstructions) is not None:
         files["atta"] = dict(reconstructions.autoencoders.state_dict())
         auxiliary["atta"] = {
@@ -142,6 +168,9 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
         "record": dict(checkpoint.record),
         "sha256": checksums,
         "joint": None if checkpoint.joint is None else _sha256((folder / "ttt" / "model.json").read_bytes()),
+        "contrastive": (
+            None if checkpoint.contrastive is None else _sha256((folder / "ttt++" / "model.json").read_bytes())
+        ),
     }
     write_atomically(folder / "model.json", json.dumps(description, indent=1) + "\n")
 
@@ -165,6 +194,8 @@ def load_checkpoint(folder: Path) -> Checkpoint:
             calibration=_load_calibration(folder, description),
             pairs=_load_pairs(folder, description),
             joint=_load_joint(folder, description),
+            contrast=_load_contrast(folder, description),
+            contrastive=_load_joint(folder, description, "contrastive", "ttt++"),
         )
     except (KeyError, TypeError) as error:
         raise StateError(f"{folder / 'model.json'} is malformed: {error}; train the model again") from error
@@ -206,11 +237,46 @@ def _load_pairs(folder: Path, description: dict[str, Any]) -> SourcePairs | None
     return SourcePairs(part["layer"], tensors["features"], tensors["predictions"])
 
 
-def _load_joint(folder: Path, description: dict[str, Any]) -> Checkpoint | None:
-    if description["joint"] is None:
+def _load_joint(folder: Path, description: dict[str, Any], key: str = "joint", inner: str = "ttt") -> Checkpoint | None:
+    if description.get(key) is None:
         return None
-    _read_checked(folder / "ttt" / "model.json", description["joint"])
-    return load_checkpoint(folder / "ttt")
+    _read_checked(folder / inner / "model.json", description[key])
+    return load_checkpoint(folder / inner)
+
+
+def _contrast_parts(contrast: Contrast) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and description of a projection head with its moments."""
+    tensors = {f"head.{name}": value for name, value in contrast.head.state_dict().items()}
+    described: dict[str, Any] = {
+        "layer": contrast.layer,
+        "shared": list(contrast.shared),
+        "channels": contrast.head.channels,
+        "size": contrast.head.size,
+        "distances": {},
+    }
+    for name, moments in (("features", contrast.features), ("projections", contrast.projections)):
+        if moments is not None:
+            tensors |= {f"{name}.mean": moments.mean, f"{name}.covariance": moments.covariance}
+            described["distances"][name] = [moments.mean_distance, moments.covariance_distance]
+    return tensors, described
+
+
+def _load_contrast(folder: Path, description: dict[str, Any]) -> Contrast | None:
+    part = description["auxiliary"].get("contrast")
+    if part is None:
+        return None
+    tensors = _tensors(folder, "contrast", description)
+    head = ProjectionHead(part["channels"], part["size"])
+    head.load_state_dict(
+        {name.removeprefix("head."): value for name, value in tensors.items() if name.startswith("head.")}
+    )
+    moments = {
+        name: FeatureMoments(tensors[f"{name}.mean"], tensors[f"{name}.covariance"], *distances)
+        for name, distances in part["distances"].items()
+    }
+    return Contrast(
+        head.eval(), part["layer"], tuple(part["shared"]), moments.get("features"), moments.get("projections")
+    )
 
 
 def _read_description(folder: Path) -> dict[str, Any]:
