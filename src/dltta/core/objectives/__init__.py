@@ -8,5 +8,6 @@ from dltta.core.objectives.ptbn import PTBN
 from dltta.core.objectives.source import Source
 from dltta.core.objectives.tent import Tent
 from dltta.core.objectives.ttt import TTT
+from dltta.core.objectives.vptta import VPTTA
 
-__all__ = ["ATTA", "PTBN", "TTT", "GraTa", "InTEnt", "Objective", "Preparation", "Source", "Tent"]
+__all__ = ["ATTA", "PTBN", "TTT", "VPTTA", "GraTa", "InTEnt", "Objective", "Preparation", "Source", "Tent"]
