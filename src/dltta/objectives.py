@@ -2,12 +2,14 @@
 
 from dltta.core.objectives import (
     ATTA,
+    DTTA,
     EATA,
     NOTE,
     PTBN,
     SAR,
     T3A,
     TTT,
+    VPTTA,
     CoTTA,
     DeYO,
     GraTa,
@@ -22,12 +24,14 @@ from dltta.core.objectives import (
 
 __all__ = [
     "ATTA",
+    "DTTA",
     "EATA",
     "NOTE",
     "PTBN",
     "SAR",
     "T3A",
     "TTT",
+    "VPTTA",
     "CoTTA",
     "DeYO",
     "GraTa",

@@ -209,6 +209,45 @@ def test_the_memory_compares_the_networks_own_predictions_also_with_a_teacher():
     torch.testing.assert_close(adapter.memory.state_dict()["values"][0], own[0])
 
 
+# a method that looks at the images first
+
+
+class Brightness(Tent):
+    """Starts every batch with a shift that fits it, and counts them."""
+
+    def __init__(self):
+        super().__init__()
+        object.__setattr__(self, "met", [])
+
+    def before_batch(self, model, x):
+        model.encoder[1].bias.fill_(x.mean().item())
+        self.met.append(x.mean().item())
+
+    def state_dict(self):
+        return {"met": self.met}
+
+    def load_state_dict(self, state):
+        self.met[:] = state["met"]
+
+
+def test_a_method_meets_each_batch_once_before_the_first_pass():
+    adapter = Adapter(trained(networks.Segmenter()), Brightness(), Fixed(0.0), steps=2)
+    for x in IMAGES[:2]:
+        adapter.step(x)
+        assert torch.equal(adapter.model.encoder[1].bias, torch.full((4,), x.mean().item()))
+    assert adapter.objective.met == [x.mean().item() for x in IMAGES[:2]]
+
+
+def test_what_a_method_did_before_a_batch_that_fails_is_undone():
+    adapter = Adapter(trained(networks.Segmenter()), Brightness(), Fixed(0.0))
+    adapter.step(IMAGES[0])
+    adapter.rate = lambda signals: math.nan
+    with pytest.raises(NonFiniteError):
+        adapter.step(IMAGES[1])
+    assert torch.equal(adapter.model.encoder[1].bias, torch.full((4,), IMAGES[0].mean().item()))
+    assert len(adapter.objective.met) == 1
+
+
 # a method with a gradient of its own
 
 

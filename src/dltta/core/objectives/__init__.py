@@ -3,6 +3,7 @@
 from dltta.core.objectives.atta import ATTA
 from dltta.core.objectives.cotta import CoTTA
 from dltta.core.objectives.deyo import DeYO
+from dltta.core.objectives.dtta import DTTA
 from dltta.core.objectives.eata import EATA
 from dltta.core.objectives.grata import GraTa
 from dltta.core.objectives.intent import InTEnt
@@ -16,15 +17,18 @@ from dltta.core.objectives.t3a import T3A
 from dltta.core.objectives.tent import Tent
 from dltta.core.objectives.ttt import TTT
 from dltta.core.objectives.ttt_plus import TTTPlus
+from dltta.core.objectives.vptta import VPTTA
 
 __all__ = [
     "ATTA",
+    "DTTA",
     "EATA",
     "NOTE",
     "PTBN",
     "SAR",
     "T3A",
     "TTT",
+    "VPTTA",
     "CoTTA",
     "DeYO",
     "GraTa",
