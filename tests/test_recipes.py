@@ -74,7 +74,7 @@ def test_methods_without_a_loss_have_no_rate():
 def test_what_is_changed_is_nobodys_recipe_but_ones_own():
     assert recommended().changed(alpha=None, steps=None) == recommended()
     changed = paper().changed(alpha=0.1, steps=None)
-    assert (changed.alpha, changed.steps, changed.name) == (0.1, 1, "own")
+    assert (changed.alpha, changed.steps, changed.name) == (0.1, None, "own")
 
 
 @pytest.mark.parametrize(

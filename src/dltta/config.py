@@ -86,7 +86,7 @@ def make_adapter(model: Checkpoint | OpenedModel, recipe: Recipe) -> Adapter:
     if isinstance(objective, Objective):
         rate = make_rate(recipe.rate, recipe.alpha or 0.0, model.calibration)
         memory = _make_memory(model, recipe) if getattr(rate, "needs_memory", False) else None
-        settings |= {"rate": rate, "memory": memory, "optimizer": make_optimizer(recipe), "steps": recipe.steps}
+        settings |= {"rate": rate, "memory": memory, "optimizer": make_optimizer(recipe), "steps": recipe.steps or 1}
         settings |= {"predict": str(recipe.predict or Predict.AFTER)}
     if not recipe.guard:
         return Adapter(model.model, objective, **settings)
@@ -132,7 +132,7 @@ def make_objective(
 
     `settings` are keyword arguments of its class.
     """
-    offered: dict[str, Any] = {"statistics": statistics}
+    offered: dict[str, Any] = {"statistics": statistics, **_described(model)}
     if ":" not in method:
         require("method", method, [str(name) for name in Method])
         facts = METHODS[method].facts
@@ -144,6 +144,12 @@ def make_objective(
     if not isinstance(made, Preparation):
         raise SettingError(f"{method} has no prepare(model), which every method needs; see docs/methods.md")
     return made
+
+
+def _described(model: Checkpoint | OpenedModel) -> dict[str, Any]:
+    """What a method may want to know about a model's input."""
+    about = model.architecture if isinstance(model, Checkpoint) else model
+    return {"channels": about.in_channels, "spatial_dims": about.spatial_dims}
 
 
 def _rotation(model: Checkpoint | OpenedModel) -> dict[str, Any]:

@@ -18,6 +18,13 @@ class Optimizer(StrEnum):
     ADAM = "adam"
 
 
+class Mode(StrEnum):
+    """What one image leaves behind for the next."""
+
+    CONTINUAL = "continual"
+    IMAGE_SPECIFIC = "image-specific"
+
+
 class Predict(StrEnum):
     """From which pass of the network a batch is predicted."""
 
@@ -43,6 +50,7 @@ class Step:
     optimizer: Optimizer = Optimizer.SGD
     momentum: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
+    updates: int = 1  # gradient steps per batch
     of: str = PAPER
 
 
@@ -62,6 +70,8 @@ class Facts:
     moves: str
     passes: str  # of the network for one batch, forward + backward
     loss: bool = True
+    tasks: tuple[Task, ...] = ("segmentation", "classification")
+    mode: Mode = Mode.CONTINUAL
     rate: str = "fixed"  # the authors' rule, of methods that the DLTTA paper does not compare
     predict: Predict = Predict.AFTER
     part: str | None = None  # what `dltta train --with` must have trained
@@ -177,6 +187,27 @@ class Method(StrEnum):
             normalizations=(),
             statistics=False,
             steps=(Step(0.0, 1, of="ours: images come one by one"), Step(0.0, 32, of="the authors'")),
+        ),
+    )
+    DTTA = (
+        "dtta",
+        Facts(
+            "DTTA",
+            "Karani et al., MedIA 2021",
+            f"{_ROOM}.dtta:DTTA",
+            "Changes the image by a small network until the prediction is what a denoiser of label maps makes of it.",
+            "an image normalizer in front of the network",
+            "501 + 500, and the denoiser 21 times",
+            tasks=("segmentation",),
+            mode=Mode.IMAGE_SPECIFIC,
+            part="dtta",
+            source="a second network behind an image normalizer; a denoiser of label maps",
+            normalizations=(),
+            statistics=False,
+            steps=(
+                Step(1e-3, 1, Optimizer.ADAM, updates=500, of="the authors', brain"),
+                Step(1e-3, 1, Optimizer.ADAM, updates=500, of="not defined"),
+            ),
         ),
     )
     TTT_PLUS = (
@@ -319,6 +350,24 @@ class Method(StrEnum):
             normalizations=BATCH_ONLY,
             statistics=False,
             steps=(Step(0.0, 1, of="the authors'"), Step(0.0, 64, of="ours")),
+        ),
+    )
+    VPTTA = (
+        "vptta",
+        Facts(
+            "VPTTA",
+            "Chen et al., CVPR 2024",
+            f"{_ROOM}.vptta:VPTTA",
+            "Changes the image instead of the network: factors on its lowest frequencies, until the statistics of all "
+            "layers look like the source's.",
+            "a prompt of a few numbers in front of the network",
+            "2 + 1",
+            normalizations=BATCH_ONLY,
+            statistics=False,
+            steps=(
+                Step(0.05, 1, Optimizer.ADAM, betas=(0.9, 0.99), of="the authors', optic disc and cup"),
+                Step(0.05, 1, Optimizer.ADAM, betas=(0.9, 0.99), of="ours: the authors' for segmentation"),
+            ),
         ),
     )
     GRATA = (

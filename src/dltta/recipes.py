@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from dltta.errors import SettingError, require
-from dltta.methods import METHODS, STEPS, Method, Optimizer, Predict, Step, Task
+from dltta.methods import METHODS, STEPS, Method, Mode, Optimizer, Predict, Step, Task
 
 RECOMMENDED = "recommended"  # on the command line and in results: a method that brings everything else along
 
@@ -56,13 +56,6 @@ class Statistics(StrEnum):
     RUNNING = "running"
 
 
-class Mode(StrEnum):
-    """What one image leaves behind for the next."""
-
-    CONTINUAL = "continual"
-    IMAGE_SPECIFIC = "image-specific"
-
-
 class Ready(StrEnum):
     """When the memory begins to be asked."""
 
@@ -104,8 +97,8 @@ class Recipe:
     momentum: float | None = None  # of SGD
     betas: tuple[float, float] | None = None  # of Adam
     predict: Predict | None = None  # from the pass before or after the update
-    steps: int = 1
-    mode: Mode = Mode.CONTINUAL
+    steps: int | None = None  # gradient steps per batch
+    mode: Mode | None = None
     batch_size: int | None = None
     batches_kept: int | None = None  # the memory's capacity, in batches
     neighbors: int | None = None
@@ -138,7 +131,7 @@ class Recipe:
     def resolved(self, task: Task, *, calibrated: bool) -> "Recipe":
         """With a value for everything, as a model of this task runs it; what the journal records."""
         step = usual_step(self.method, task)
-        usual = {**_PAPER[task], **_of_step(step, self.optimizer), "predict": usual_pass(self.method)}
+        usual = {**_PAPER[task], **_of_step(step, self.optimizer), **_of_method(self.method)}
         filled = {key: getattr(self, key) if getattr(self, key) is not None else usual[key] for key in usual}
         if self.batches_kept is None:  # the memory must hold the neighbors, however small the batches
             filled["batches_kept"] = max(usual["batches_kept"], math.ceil(filled["neighbors"] / filled["batch_size"]))
@@ -223,10 +216,12 @@ def usual_step(method: str, task: Task) -> Step:
     return STEPS[task] if known is None else known.facts.step(task)
 
 
-def usual_pass(method: str) -> Predict:
-    """From which pass a method predicts, as its authors do; the paper: after the update."""
+def _of_method(method: str) -> dict[str, Any]:
+    """What one image leaves for the next, and which pass predicts, as a method's authors have it."""
     known = METHODS.get(method)
-    return Predict.AFTER if known is None else known.facts.predict
+    if known is None:
+        return {"mode": Mode.CONTINUAL, "predict": Predict.AFTER}
+    return {"mode": known.facts.mode, "predict": known.facts.predict}
 
 
 def _of_step(step: Step, chosen: Optimizer | None) -> dict[str, Any]:
@@ -235,7 +230,7 @@ def _of_step(step: Step, chosen: Optimizer | None) -> dict[str, Any]:
     tuned = step if chosen in (None, step.optimizer) else plain
     return {
         "alpha": step.alpha, "batch_size": step.batch_size, "optimizer": step.optimizer, "momentum": tuned.momentum,
-        "betas": tuned.betas,
+        "betas": tuned.betas, "steps": step.updates,
     }  # fmt: skip
 
 

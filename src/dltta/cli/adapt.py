@@ -21,8 +21,8 @@ from dltta.cli.options import (
     split_size,
 )
 from dltta.errors import SettingError
-from dltta.methods import PAPER_METHODS, Method, Optimizer
-from dltta.recipes import RECOMMENDED, Mode, Recipe, Statistics, check_name, recipe_for, split_rate
+from dltta.methods import PAPER_METHODS, Method, Mode, Optimizer
+from dltta.recipes import RECOMMENDED, Recipe, Statistics, check_name, recipe_for, split_rate
 from dltta.serving.settings import Deployment, OnError, StreamSettings
 
 if TYPE_CHECKING:
@@ -81,7 +81,9 @@ class Adapting:
             show_default="no guard, as in the paper",
         ),
     ] = None
-    steps: Annotated[int | None, typer.Option(metavar="N", help="Gradient steps per image.", show_default="1")] = None
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", help="Gradient steps per image.", show_default="1; dtta: 500")
+    ] = None
     optimizer: Annotated[
         Optimizer | None,
         typer.Option(

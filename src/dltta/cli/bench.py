@@ -155,8 +155,8 @@ def bench(
         methods=split_names(compared.methods), rates=split_names(compared.rates), seeds=compared.seeds,
         orders=compared.orders,
     )  # fmt: skip
-    named = table.get("methods", list(PAPER_METHODS))
-    needed = [*(Method if ALL in named else named), *(["memory"] if adaptation.get("prefill") else [])]
+    asked = "with" in training
+    needed = [*table.get("methods", list(PAPER_METHODS)), *(["memory"] if adaptation.get("prefill") else [])]
     training.setdefault("with", [name for name in AUXILIARIES if name in needed])
     experiment = build(
         Experiment,
@@ -167,6 +167,8 @@ def bench(
         },
         str(config or "the command line"),
     )
+    if ALL in experiment.methods and not asked:
+        experiment = experiment.with_all_parts()
     processes, device = count_processes(running.processes, running.device), require_device(running.device)
     with bars() as listener:
         results = run_experiment(experiment, device=device, processes=processes, listener=listener)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from dltta.config import (
+    build,
     default_architecture,
     default_preprocessing,
     make_adapter,
@@ -63,6 +64,7 @@ from dltta.recipes import (
 from dltta.training import SourceTraining, TrainingSettings
 from dltta.training.examples import gather, split_by_group
 from dltta.training.fit import Report
+from dltta.training.settings import AUXILIARIES
 from dltta.training.uda import UDATraining
 from dltta.version import __version__
 
@@ -95,14 +97,15 @@ class Experiment:
     training: TrainingSettings = field(default_factory=TrainingSettings)
     adaptation: Recipe = field(default_factory=Recipe)  # what all methods but `recommended` share
     uda: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # settings of methods that learn with targets
-    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of test-time methods, by name
+    recipes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by test-time method: what it has alone
     left_out: Mapping[str, str] = field(default_factory=dict)  # methods of "all" that the model does not support: why
 
     def __post_init__(self) -> None:
         for method in self.methods:
             check_name("method", method, (*Method, *UDA, RECOMMENDED, ALL))
-        for method in self.settings:
+        for method, values in self.recipes.items():
             check_name("method", method, Method)
+            build(Recipe, values, f"[recipes.{method}]")
         for method, settings in self.uda.items():
             make_uda(method, settings)
         for rate in self.rates:
@@ -156,12 +159,19 @@ class Experiment:
         """What a stream is run with; a matched one's α is known once its dynamic stream has run."""
         if job.method == RECOMMENDED:
             return replace(recommended(), batch_size=self.adaptation.batch_size)
-        shared = replace(self.adaptation, method=job.method, settings=self.settings.get(job.method, {}))
+        shared = replace(self.adaptation, method=job.method, **self.recipes.get(job.method, {}))
         if job.rate == NO_RATE:
             return shared
         rule, alpha = split_rate(job.rate)
         rule = Rule.FIXED if rule == MATCHED else rule
-        return replace(shared, rate=rule, alpha=self.adaptation.alpha if alpha is None else alpha)
+        return replace(shared, rate=rule, alpha=shared.alpha if alpha is None else alpha)
+
+    def with_all_parts(self) -> "Experiment":
+        """With all that any method of the task needs trained beside the source model."""
+        task = self.open(self.source[0]).task
+        parts = [str(each.facts.part) for each in Method if each.facts.part and task in each.facts.tasks]
+        with_ = tuple(name for name in AUXILIARIES if name in (*parts, *self.training.with_))
+        return replace(self, training=replace(self.training, with_=with_))
 
     def for_model(self, model: Checkpoint) -> "Experiment":
         """With the methods that this model supports in the place of "all"; the others are left out with the reason."""
