@@ -26,7 +26,7 @@ def fisher(
     """
     measured = copy.deepcopy(model).requires_grad_(False).eval()
     parameters = affine_parameters(measured)
-    if not parameters or not images:
+    if not parameters or len(images) == 0:
         return {}
     use_test_statistics(measured, statistics)
     for parameter in parameters:
