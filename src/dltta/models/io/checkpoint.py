@@ -34,6 +34,7 @@ from dltta.models.parts.contrast import FeatureMoments, ProjectionHead
 from dltta.models.parts.rotation import RotationHead
 
 FORMAT = 2
+FISHER = "fisher/"  # begins the names of the Fisher information in calibration.safetensors; models may lack it
 NO_ROTATION = "this model has no rotation head, which TTT needs; train it with `--with ttt`"
 NO_CONTRAST = "this model has no projection head, which TTT++ needs; train it with `--with ttt++`"
 
@@ -153,6 +154,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     if (calibration := checkpoint.calibration) is not None:
         layers = calibration.layers.items()
         files["calibration"] = {f"{name}.{i}": part for name, parts in layers for i, part in enumerate(parts)}
+        files["calibration"] |= {f"{FISHER}{name}": part for name, part in calibration.fisher.items()}
         auxiliary["calibration"] = {"eps": dict(calibration.eps), "predictions": dict(calibration.predictions)}
     if (pairs := checkpoint.pairs) is not None:
         files["memory"] = {"features": pairs.features, "predictions": pairs.predictions}
@@ -226,7 +228,8 @@ def _load_calibration(folder: Path, description: dict[str, Any]) -> Calibration 
         return None
     tensors = _tensors(folder, "calibration", description)
     layers = {name: (tensors[f"{name}.0"], tensors[f"{name}.1"]) for name in part["eps"]}
-    return Calibration(layers, part["eps"], part["predictions"])
+    fisher = {name.removeprefix(FISHER): each for name, each in tensors.items() if name.startswith(FISHER)}
+    return Calibration(layers, part["eps"], part["predictions"], fisher)
 
 
 def _load_pairs(folder: Path, description: dict[str, Any]) -> SourcePairs | None:
