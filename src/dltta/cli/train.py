@@ -53,7 +53,8 @@ class Training:
             "--with",
             metavar="NAMES",
             help="Also train what test-time methods need: ttt (a second network with a rotation head, which takes as "
-            "long again), atta (auto-encoders). memory keeps features and predictions of source images. Several: "
+            "long again), dtta (a network behind an image normalizer, as long again, and a denoiser), atta "
+            "(auto-encoders). memory keeps features and predictions of source images. Several: "
             "ttt,atta.",
             show_default="none",
         ),

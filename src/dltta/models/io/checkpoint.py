@@ -8,6 +8,8 @@ MODEL/
   calibration.safetensors   how source images look to its layers, if measured
   ttt/                 the network that TTT starts from, if trained: a checkpoint folder with its own calibration and
                        memory, and rotation.safetensors, the head that was trained jointly with it
+  dtta/                the network that DTTA starts from, if trained: a checkpoint folder with its own calibration and
+                       memory, and denoiser.safetensors; its weights hold an image normalizer in front of it
 """
 
 import hashlib
@@ -28,11 +30,16 @@ from dltta.errors import SettingError, StateError
 from dltta.files import write_atomically
 from dltta.models.calibration import Calibration
 from dltta.models.nets.architecture import Architecture
+from dltta.models.parts.adaptors import insert_in_front
 from dltta.models.parts.autoencoders import AutoEncoders, Levels
+from dltta.models.parts.denoiser import Denoiser
+from dltta.models.parts.normalizer import NAME, ImageNormalizer
 from dltta.models.parts.rotation import RotationHead
 
 FORMAT = 2
 NO_ROTATION = "this model has no rotation head, which TTT needs; train it with `--with ttt`"
+
+NO_NORMALIZER = "this model has no image normalizer and denoiser, which DTTA needs; train it with `--with dtta`"
 
 
 def training_words(losses: Sequence[str]) -> str:
@@ -82,16 +89,23 @@ class Checkpoint:
     calibration: Calibration | None = None
     pairs: SourcePairs | None = None
     joint: "Checkpoint | None" = None  # what TTT starts from; it has the rotation head
+    denoiser: Denoiser | None = None
+    normalized: "Checkpoint | None" = None  # what DTTA starts from; with a normalizer in front; it has the denoiser
 
     def modules(self) -> list[nn.Module]:
         """Every network and part that was trained."""
         parts = [self.model]
         parts += [self.rotation.head] if self.rotation else []
         parts += [self.reconstructions.autoencoders] if self.reconstructions else []
-        return [*parts, *(self.joint.modules() if self.joint else [])]
+        parts += [self.denoiser] if self.denoiser else []
+        return [*parts, *(module for other in (self.joint, self.normalized) if other for module in other.modules())]
 
     def for_method(self, method: str) -> "Checkpoint":
-        """The checkpoint whose `model` the method starts from: `joint` for TTT, this one for all others."""
+        """The checkpoint whose `model` the method starts from: `joint` for TTT, `normalized` for DTTA, or this one."""
+        if method == "dtta" and self.denoiser is None:
+            if self.normalized is None:
+                raise SettingError(NO_NORMALIZER)
+            return self.normalized
         if method != "ttt" or self.rotation is not None:
             return self
         if self.joint is None:
@@ -104,6 +118,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if checkpoint.joint is not None:
         save_checkpoint(folder / "ttt", checkpoint.joint)
+    if checkpoint.normalized is not None:
+        save_checkpoint(folder / "dtta", checkpoint.normalized)
     files = {"model": dict(checkpoint.model.state_dict())}
     auxiliary: dict[str, Any] = {}
     if (rotation := checkpoint.rotation) is not None:
@@ -124,6 +140,13 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
             "output": reconstructions.levels.output,
             "channels": reconstructions.channels,
         }
+    if (denoiser := checkpoint.denoiser) is not None:
+        files["denoiser"] = dict(denoiser.state_dict())
+        auxiliary["denoiser"] = {
+            "spatial_dims": denoiser.spatial_dims, "classes": denoiser.classes, "widths": denoiser.widths,
+        }  # fmt: skip
+    if isinstance(normalizer := getattr(checkpoint.model, NAME, None), ImageNormalizer):  # among the model's weights
+        auxiliary["normalizer"] = {"width": normalizer.width, "kernel": normalizer.kernel}
     if (calibration := checkpoint.calibration) is not None:
         layers = calibration.layers.items()
         files["calibration"] = {f"{name}.{i}": part for name, parts in layers for i, part in enumerate(parts)}
@@ -142,6 +165,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
         "record": dict(checkpoint.record),
         "sha256": checksums,
         "joint": None if checkpoint.joint is None else _sha256((folder / "ttt" / "model.json").read_bytes()),
+        "normalized": None if checkpoint.normalized is None else _sha256((folder / "dtta/model.json").read_bytes()),
     }
     write_atomically(folder / "model.json", json.dumps(description, indent=1) + "\n")
 
@@ -152,6 +176,8 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     try:
         architecture = Architecture(**description["architecture"])
         model = architecture.build(seed=0)
+        if (part := description["auxiliary"].get("normalizer")) is not None:
+            insert_in_front(model, NAME, ImageNormalizer(architecture.spatial_dims, architecture.in_channels, **part))
         _fill(model, folder, "model", description)
         return Checkpoint(
             model=model.eval(),
@@ -164,7 +190,9 @@ def load_checkpoint(folder: Path) -> Checkpoint:
             reconstructions=_load_reconstructions(folder, description),
             calibration=_load_calibration(folder, description),
             pairs=_load_pairs(folder, description),
-            joint=_load_joint(folder, description),
+            joint=_load_other(folder / "ttt", description["joint"]),
+            denoiser=_load_denoiser(folder, description),
+            normalized=_load_other(folder / "dtta", description.get("normalized")),
         )
     except (KeyError, TypeError) as error:
         raise StateError(f"{folder / 'model.json'} is malformed: {error}; train the model again") from error
@@ -206,11 +234,21 @@ def _load_pairs(folder: Path, description: dict[str, Any]) -> SourcePairs | None
     return SourcePairs(part["layer"], tensors["features"], tensors["predictions"])
 
 
-def _load_joint(folder: Path, description: dict[str, Any]) -> Checkpoint | None:
-    if description["joint"] is None:
+def _load_denoiser(folder: Path, description: dict[str, Any]) -> Denoiser | None:
+    part = description["auxiliary"].get("denoiser")
+    if part is None:
         return None
-    _read_checked(folder / "ttt" / "model.json", description["joint"])
-    return load_checkpoint(folder / "ttt")
+    denoiser = Denoiser(part["spatial_dims"], part["classes"], part["widths"])
+    _fill(denoiser, folder, "denoiser", description)
+    return denoiser.eval()
+
+
+def _load_other(folder: Path, checksum: str | None) -> Checkpoint | None:
+    """The network of a method that has one of its own, which must be the one that was saved with this one."""
+    if checksum is None:
+        return None
+    _read_checked(folder / "model.json", checksum)
+    return load_checkpoint(folder)
 
 
 def _read_description(folder: Path) -> dict[str, Any]:

@@ -11,7 +11,14 @@ from dltta.data.case import Task
 from dltta.data.formats.images import Image
 from dltta.errors import InputError, SettingError
 from dltta.models.calibration import Calibration
-from dltta.models.io.checkpoint import NO_ROTATION, Checkpoint, Reconstructions, Rotation
+from dltta.models.io.checkpoint import (
+    NO_NORMALIZER,
+    NO_ROTATION,
+    Checkpoint,
+    Reconstructions,
+    Rotation,
+)
+from dltta.models.parts.denoiser import Denoiser
 from dltta.models.predictions import most_likely
 
 Kind = Literal["checkpoint", "bundle", "factory"]
@@ -101,22 +108,25 @@ class OpenedModel:
     size: tuple[int, ...] | None = None  # a spatial size that the network is known to take
     rotation: Rotation | None = None  # what TTT needs beside its network, see `for_method`
     reconstructions: Reconstructions | None = None  # what ATTA needs
+    denoiser: Denoiser | None = None  # what DTTA needs beside its network
     calibration: Calibration | None = None  # how source images look to its layers
     checkpoint: Checkpoint | None = None  # where it came from, if it is one of ours
     bundle: Path | None = None  # where it came from, if it is a bundle: the folder or zip
 
     def for_method(self, method: str) -> "OpenedModel":
         """The same model with the network that the method starts from; see `Checkpoint.for_method`."""
-        if method != "ttt" or self.rotation is not None:
+        has = {"ttt": self.rotation, "dtta": self.denoiser}
+        if method not in has or has[method] is not None:
             return self
         if self.checkpoint is None:
-            raise SettingError(NO_ROTATION)
+            raise SettingError(NO_ROTATION if method == "ttt" else NO_NORMALIZER)
         chosen = self.checkpoint.for_method(method)
         return replace(
             self,
             model=chosen.model.to(next(self.model.parameters()).device).eval(),
             rotation=chosen.rotation,
             reconstructions=chosen.reconstructions,
+            denoiser=chosen.denoiser,
             calibration=chosen.calibration,
             checkpoint=chosen,
         )

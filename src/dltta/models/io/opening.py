@@ -195,6 +195,7 @@ def open_checkpoint(checkpoint: Checkpoint, name: str) -> OpenedModel:
         size=tuple(patch) if patch else preprocessing.size,
         rotation=checkpoint.rotation,
         reconstructions=checkpoint.reconstructions,
+        denoiser=checkpoint.denoiser,
         calibration=checkpoint.calibration,
         checkpoint=checkpoint,
     )
