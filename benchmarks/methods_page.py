@@ -29,8 +29,9 @@ def page(text: str) -> str:
     parts = {"table": property_table(), "methods": entries(results), "results": results_part(results)}
     for name, part in parts.items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-        text, found = re.subn(f"{begin}.*?{end}", lambda _: f"{begin}\n{part}\n{end}", text, flags=re.DOTALL)
-        assert found == 1, f"{PAGE} needs one part {name}"
+        before, _, rest = text.partition(begin)
+        after = rest.partition(end)[2]
+        text = f"{before}{begin}\n{part}\n{end}{after}"
     return text
 
 

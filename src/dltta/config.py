@@ -133,11 +133,15 @@ def make_objective(
     `settings` are keyword arguments of its class.
     """
     offered: dict[str, Any] = {"statistics": statistics, **_described(model)}
+    if model.calibration is not None and model.calibration.fisher:
+        offered["fisher"] = model.calibration.fisher
     if ":" not in method:
         require("method", method, [str(name) for name in Method])
         facts = METHODS[method].facts
         if not facts.statistics and statistics != BATCH_STATISTICS:
             raise SettingError(f"{method} has normalization statistics of its own; leave --statistics out")
+        if not facts.statistics:
+            del offered["statistics"]
         offered |= {} if facts.part is None else _PARTS[facts.part](model)
         return cast(Objective | Preparation, _own(facts.path, offered, settings, name=method))
     made = _own(method, offered, settings)
@@ -169,6 +173,12 @@ def _contrast(model: Checkpoint | OpenedModel) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _normalizer(model: Checkpoint | OpenedModel) -> dict[str, Any]:
+    if model.denoiser is None:
+        raise SettingError("this network has no denoiser, which DTTA needs; take model.for_method('dtta')")
+    return {"denoiser": model.denoiser}
+
+
 def _reconstructions(model: Checkpoint | OpenedModel) -> dict[str, Any]:
     parts = model.reconstructions
     if parts is None:
@@ -179,6 +189,7 @@ def _reconstructions(model: Checkpoint | OpenedModel) -> dict[str, Any]:
 _PARTS: dict[str, Callable[[Checkpoint | OpenedModel], dict[str, Any]]] = {
     "ttt": _rotation,
     "ttt++": _contrast,
+    "dtta": _normalizer,
     "atta": _reconstructions,
 }
 

@@ -75,6 +75,7 @@ class Facts:
     rate: str = "fixed"  # the authors' rule, of methods that the DLTTA paper does not compare
     predict: Predict = Predict.AFTER
     part: str | None = None  # what `dltta train --with` must have trained
+    calibration: bool = False  # whether the model's calibration decides what it does
     source: str = "nothing"  # what it needs from the source beside the network
     normalizations: tuple[Normalization, ...] = NORMALIZED  # of networks it works with; () for any network at all
     batch_of_one: str = "yes"
@@ -258,6 +259,7 @@ class Method(StrEnum):
             "scale and shift of normalization layers",
             "1 + 1",
             predict=Predict.BEFORE,
+            calibration=True,
             source="Fisher information, measured in calibration; runs without it and says so",
             steps=(
                 Step(2.5e-4, 1, momentum=0.9, of="ours: the authors' for classification"),

@@ -142,6 +142,8 @@ class Recipe:
     def calibration_matters(self) -> bool:
         """Whether a stream measures with the model's calibration."""
         measured = self.rate == Rule.RELATIVE or self.guard or self.statistics in (None, Statistics.SHRINKAGE)
+        known = METHODS.get(self.method)
+        measured = measured or (known is not None and known.facts.calibration)
         return measured and self.method not in (Method.SOURCE, *UDA)
 
     def as_json(self) -> dict[str, Any]:

@@ -52,8 +52,9 @@ class Training:
             "--with",
             metavar="NAMES",
             help="Also train what test-time methods need: ttt (a second network with a rotation head, which takes as "
-            "long again), ttt++ (likewise, with a contrastive task), atta (auto-encoders). memory keeps features and "
-            "predictions of source images. Several: ttt,atta.",
+            "long again), ttt++ (likewise, with a contrastive task), dtta (likewise, behind an image normalizer, and a "
+            "denoiser), atta (auto-encoders). memory keeps features and predictions of source images. Several: "
+            "ttt,atta.",
             show_default="none",
         ),
     ] = None

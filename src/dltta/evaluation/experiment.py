@@ -289,11 +289,11 @@ def prepare(
             weights[job.model] = _weights(train_uda(experiment, job, models[job.seed], device, report))
     measured = {
         f"seed_{seed}": "".join(
-            each.calibration.checksum() for each in (model, model.joint, model.contrastive) if each and each.calibration
+            each.calibration.checksum() for each in (model, *model.others().values()) if each.calibration
         )
         for seed, model in models.items()
     }
-    networks = {"source": models[0], "ttt": models[0].joint, "ttt++": models[0].contrastive}
+    networks = {"source": models[0], **models[0].others()}
     losses = {name: network.record["losses"] for name, network in networks.items() if network is not None}
     return Bench(experiment, weights, _data(experiment, models), measured, losses), models
 

@@ -118,6 +118,8 @@ class Stream:
                 "no calibration: the model does not know what source images look like, so images far out of "
                 "distribution are not recognized; train it with `dltta train`"
             )
+        if (said := getattr(self.adapter.objective, "notice", None)) is not None:
+            notices.append(said)
         if self.settings.anonymize:
             notices.append(
                 "anonymize takes names, dates and descriptions out of predictions and log; DICOM identifiers (UIDs) "

@@ -1,9 +1,10 @@
-"""Source side. Trains the source model on labeled source images — Eq. (1) — and what TTT and ATTA need beside it.
+"""Source side. Trains the source model on labeled source images — Eq. (1) — and what TTT, DTTA and ATTA need beside it.
 
 Stages, in this order, each resumable: `task` trains the source model with the task loss alone; `ttt`, if asked for,
 trains a second network from the same initial weights on the same batches, jointly with rotation; `ttt++`, if asked for,
-another one jointly with contrast between views; `atta`, if asked for, trains auto-encoders on the source
-model. So the source model is the same bits whatever else is trained.
+another one jointly with contrast between views; `dtta`, if asked for, another one behind an image normalizer, and
+`denoiser` what label maps look like; `atta`, if asked for, trains auto-encoders on the source model. So the source
+model is the same bits whatever else is trained.
 """
 
 import copy
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dltta.core.augmentation import contrast_view
@@ -34,8 +36,11 @@ from dltta.models.io.checkpoint import (
 from dltta.models.io.fingerprint import fingerprint
 from dltta.models.nets.architecture import Architecture
 from dltta.models.normalization import kept_statistics, use_test_statistics
+from dltta.models.parts.adaptors import insert_in_front
 from dltta.models.parts.autoencoders import DENSENET_LEVELS, UNET_LEVELS, AutoEncoders, LevelOutputs
 from dltta.models.parts.contrast import ProjectionHead, contrast_loss, feature_moments, pooled
+from dltta.models.parts.denoiser import Denoiser, corrupted, soft_dice
+from dltta.models.parts.normalizer import NAME, ImageNormalizer
 from dltta.models.parts.rotation import TURNS, RotationHead, rotation_loss
 from dltta.models.predictions import each_prediction
 from dltta.training.calibration import MOST, calibrate
@@ -46,12 +51,13 @@ from dltta.training.settings import LEARNING_RATES, TrainingSettings
 from dltta.training.task import TaskLoss, validation_score
 
 LEVELS = {"unet": UNET_LEVELS, "densenet121": DENSENET_LEVELS, "densenet_small": DENSENET_LEVELS}
-Stage = Literal["task", "ttt", "ttt++", "atta"]
+Stage = Literal["task", "ttt", "ttt++", "dtta", "denoiser", "atta"]
 STAGES = get_args(Stage)  # in order
 LOSSES = {  # that each network is trained with, of equal weight
     "task": ["task"],
     "ttt": ["task", "rotation"],
     "ttt++": ["task", "contrast"],
+    "dtta": ["task"],
 }
 Log = Callable[[Row], None]
 
@@ -98,13 +104,30 @@ class ReconstructionTraining(nn.Module):
         return self.autoencoders.errors({name: seen.detach() for name, seen in self.watch.take().items()})
 
 
+class DenoiserTraining(nn.Module):
+    """One minus soft Dice between label maps and what the denoiser makes of corrupted ones (Karani et al. 2021)."""
+
+    def __init__(self, denoiser: Denoiser) -> None:
+        super().__init__()
+        self.denoiser = denoiser
+
+    def forward(self, images: Tensor, labels: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        noisy = self._one_hot(corrupted(labels.cpu(), generator).to(labels.device))
+        denoised = self.denoiser(noisy).softmax(dim=1)
+        return {"denoiser": 1 - soft_dice(denoised, self._one_hot(labels))}
+
+    def _one_hot(self, labels: Tensor) -> Tensor:
+        """(B, classes, *spatial)."""
+        return F.one_hot(labels, self.denoiser.classes).movedim(-1, 1).float()
+
+
 @dataclass
 class SourceTraining:
     """Everything one source training needs; `run` trains and leaves a checkpoint folder.
 
     The folder holds the best source model so far (by validation on source images; the last one without validation)
-    and, in `last/`, the last; `ttt/` the same for the network of TTT. After every epoch `resume.pt` says where the
-    training stands; it goes when all is done.
+    and, in `last/`, the last; `ttt/` and `dtta/` the same for the networks of TTT and DTTA. After every epoch
+    `resume.pt` says where the training stands; it goes when all is done.
     """
 
     sites: Sequence[Dataset]
@@ -130,11 +153,18 @@ class SourceTraining:
         source = self._train_network("task", self.folder)
         joint = self._train_network("ttt", self.folder / "ttt") if "ttt" in self.settings.with_ else None
         contrastive = self._train_network("ttt++", self.folder / "ttt++") if "ttt++" in self.settings.with_ else None
+        normalized = self._train_normalized() if "dtta" in self.settings.with_ else None
         parts = self._train_autoencoders(source) if "atta" in self.settings.with_ else None
         if self.ranks.first:
-            measured = None if joint is None else self._measured(joint)
-            aligned = None if contrastive is None else self._measured(self._with_moments(contrastive))
-            source = self._measured(replace(source, reconstructions=parts, joint=measured, contrastive=aligned))
+            source = self._measured(
+                replace(
+                    source,
+                    reconstructions=parts,
+                    joint=None if joint is None else self._measured(joint),
+                    contrastive=None if contrastive is None else self._measured(self._with_moments(contrastive)),
+                    normalized=None if normalized is None else self._measured(normalized),
+                )
+            )
             history = {**source.record, "history": self.journal.history}
             save_checkpoint(self.folder, replace(source, record=history))
             self.journal.close()
@@ -158,6 +188,8 @@ class SourceTraining:
         self.training = Examples([pairs[i] for i in training], augment, seed=self.settings.seed)
         self.validation: list[Pair] = [pairs[i] for i in validation]
         self.counts = {"cases": len(cases), "training": len(training), "validation": len(validation)}
+        if "dtta" in self.settings.with_ and self.task != "segmentation":
+            raise SettingError("dtta denoises segmentations, a classification has none; leave it out of --with")
         require_fit(self.architecture, channels=len(pairs[0][0]), classes=len(self.classes))
 
     def _fingerprint(self) -> dict[str, Any]:
@@ -179,6 +211,8 @@ class SourceTraining:
 
     def _fit_network(self, stage: Stage, folder: Path) -> None:
         new = self.architecture.build(seed=self.settings.seed) if self.start is None else copy.deepcopy(self.start)
+        if stage == "dtta":
+            insert_in_front(new, NAME, self._normalizer())
         model = new.to(self.device)
         rotation = self._rotation(model, self._sample()) if stage == "ttt" else None
         contrast = self._contrast(model, self._sample()) if stage == "ttt++" else None
@@ -207,10 +241,55 @@ class SourceTraining:
         )
         self._fit(module, plan, finish)
 
+    def _train_normalized(self) -> Checkpoint:
+        """The network behind an image normalizer, with its denoiser; a denoiser that is trained is only read."""
+        trained = self._train_network("dtta", self.folder / "dtta")
+        if STAGES.index(self.journal.stage or STAGES[0]) > STAGES.index("denoiser"):
+            return trained
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.settings.seed)
+            denoiser = Denoiser(self.architecture.spatial_dims, len(self.classes), self.settings.denoiser_widths)
+        module = DenoiserTraining(denoiser).to(self.device)
+        held_out = self._as_trained_on(self.validation or self.training.pairs)
+        settings = self.settings
+        plan = Plan(
+            "denoiser",
+            settings.denoiser_epochs,
+            settings.denoiser_batch * self.ranks.world,
+            settings.denoiser_rate,
+            settings.seed,
+            settings.workers,
+        )
+        self._fit(module, plan, self._following(module, held_out))
+        trained = replace(trained, denoiser=denoiser.eval())
+        if self.ranks.first:
+            save_checkpoint(self.folder / "dtta", trained)
+        self.ranks.wait()
+        return trained
+
+    def _normalizer(self) -> ImageNormalizer:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.settings.seed)
+            return ImageNormalizer(self.architecture.spatial_dims, self.architecture.in_channels)
+
     def _train_autoencoders(self, trained: Checkpoint) -> Reconstructions:
         parts = self._reconstructions(trained)
         module = ReconstructionTraining(copy.deepcopy(trained.model), parts).to(self.device)
         held_out = self._as_trained_on(self.validation or self.training.pairs)
+        settings = self.settings
+        plan = Plan(
+            "atta",
+            settings.autoencoder_epochs,
+            settings.autoencoder_batch * self.ranks.world,
+            settings.autoencoder_rate,
+            settings.seed,
+            settings.workers,
+        )
+        self._fit(module, plan, self._following(module, held_out))
+        return parts
+
+    def _following(self, module: nn.Module, held_out: Sequence[Pair]) -> Callable[[int, Row], None]:
+        """After each epoch: the error on held-out images beside the one that training began with."""
         initial = _mean_error(module, held_out, self.device)
         started = time.perf_counter()
 
@@ -221,17 +300,7 @@ class SourceTraining:
             row["seconds"] = time.perf_counter() - started
             self.log(row)
 
-        settings = self.settings
-        plan = Plan(
-            "atta",
-            settings.autoencoder_epochs,
-            settings.autoencoder_batch * self.ranks.world,
-            settings.autoencoder_rate,
-            settings.seed,
-            settings.workers,
-        )
-        self._fit(module, plan, finish)
-        return parts
+        return finish
 
     def _fit(self, module: nn.Module, plan: Plan, finish: Callable[[int, Row], None]) -> None:
         learn(
@@ -345,12 +414,12 @@ class SourceTraining:
 
 
 @torch.no_grad()
-def _mean_error(module: ReconstructionTraining, pairs: Sequence[Pair], device: torch.device) -> float:
-    """Sum of the auto-encoders' errors, mean over the images."""
+def _mean_error(module: nn.Module, pairs: Sequence[Pair], device: torch.device) -> float:
+    """Sum of the module's losses, mean over the images."""
     module.eval()
-    total = 0.0
+    total, generator = 0.0, torch.Generator().manual_seed(0)
     for image, label in pairs:
-        errors = module(image[None].to(device), label, torch.Generator())
+        errors = module(image[None].to(device), label[None].to(device), generator)
         total += sum(error.item() for error in errors.values())
     return total / len(pairs)
 

@@ -8,21 +8,20 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dltta.errors import InputError, SettingError
+from dltta.errors import InputError, NothingToAdaptError, SettingError
 from dltta.models.normalization import NormalizationStatistics, use_test_statistics
 from dltta.models.parts.adaptors import insert_in_front
 from dltta.models.parts.denoiser import Denoiser, soft_dice
-from dltta.models.parts.normalizer import ImageNormalizer
+from dltta.models.parts.normalizer import NAME, ImageNormalizer
 from dltta.models.predictions import probabilities
-
-NAME = "image_normalizer"  # of the normalizer in the network
 
 
 class DTTA:
     """Makes the prediction plausible by moving a small network that changes the image; for segmentation.
 
-    `normalizer` was trained in front of the network on the source and `denoiser` on the source's label maps (`dltta
-    train --with dtta`; the network is then `checkpoint.for_method("dtta").model`). Only the normalizer moves. At the
+    The network has an image normalizer in front that was trained with it on the source, and `denoiser` was trained on
+    the source's label maps: `dltta train --with dtta`, then `checkpoint.for_method("dtta")` has both. To a network
+    without one, `normalizer` is added. Only the normalizer moves. At the
     first step of an image and every `every` steps the denoised prediction becomes the target; the loss is one minus the
     soft Dice with it over all classes. Predicted is with the parameters whose prediction agreed best with its own
     denoised form: of those moments and of the last step.
@@ -34,15 +33,15 @@ class DTTA:
 
     def __init__(
         self,
-        normalizer: ImageNormalizer,
         denoiser: Denoiser,
+        normalizer: ImageNormalizer | None = None,
         *,
         every: int = 25,
         statistics: NormalizationStatistics | None = None,
     ) -> None:
         if every < 1:
             raise SettingError(f"every must be at least 1, got {every}")
-        if normalizer.spatial_dims != denoiser.spatial_dims:
+        if normalizer is not None and normalizer.spatial_dims != denoiser.spatial_dims:
             raise SettingError(
                 f"the normalizer is for {normalizer.spatial_dims}-D images, the denoiser for {denoiser.spatial_dims}-D"
             )
@@ -53,12 +52,19 @@ class DTTA:
         self._best: tuple[float, list[Tensor]] | None = None  # agreement, parameters of the normalizer
 
     def prepare(self, model: nn.Module, /) -> Sequence[nn.Parameter]:
+        if self.normalizer is not None:
+            normalizer = copy.deepcopy(self.normalizer).to(next(model.parameters())).requires_grad_(False).eval()
+            insert_in_front(model, NAME, normalizer)
+        parameters = [part for name, part in model.named_parameters() if name.startswith(f"{NAME}.")]
+        if not parameters:
+            raise NothingToAdaptError(
+                f"DTTA finds no image normalizer in front of {type(model).__name__}; train the model with "
+                "`--with dtta` and take model.for_method('dtta')"
+            )
         self.denoiser.requires_grad_(False).eval()
         if self.statistics is not None:
             use_test_statistics(model, self.statistics)
-        normalizer = copy.deepcopy(self.normalizer).to(next(model.parameters())).requires_grad_(False).eval()
-        insert_in_front(model, NAME, normalizer)
-        return list(normalizer.parameters())
+        return parameters
 
     def before_batch(self, model: nn.Module, x: Tensor, /) -> None:
         self._steps, self._target, self._batch, self._best = 0, None, x, None

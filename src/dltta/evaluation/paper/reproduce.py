@@ -712,7 +712,9 @@ def make_table(name: str, setup: Setup, runs: Runs, results: Mapping[str, Result
 
 def _with_cost(table: Comparison, runs: Runs) -> Comparison:
     """With a last row: what each column costs, as passes of the network, against one update per image."""
-    costs = {column: step_cost(runs.experiments[place.run].adaptation.steps or 1) for column, place in runs.places.items()}
+    costs = {
+        column: step_cost(runs.experiments[place.run].adaptation.steps or 1) for column, place in runs.places.items()
+    }
     row = ComparisonRow("Cost, x one update", "", "", tuple(ComparisonCell(Number(cost)) for cost in costs.values()))
     note = "Cost: n updates take n + 1 forward and n backward passes; a backward pass counts as two forward ones."
     return replace(table, rows=(*table.rows, row), notes=(*table.notes, note))

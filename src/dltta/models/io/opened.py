@@ -11,7 +11,8 @@ from dltta.data.case import Task
 from dltta.data.formats.images import Image
 from dltta.errors import InputError, SettingError
 from dltta.models.calibration import Calibration
-from dltta.models.io.checkpoint import NO_CONTRAST, NO_ROTATION, Checkpoint, Contrast, Reconstructions, Rotation
+from dltta.models.io.checkpoint import MISSING, Checkpoint, Contrast, Reconstructions, Rotation
+from dltta.models.parts.denoiser import Denoiser
 from dltta.models.predictions import most_likely
 
 Kind = Literal["checkpoint", "bundle", "factory"]
@@ -102,18 +103,18 @@ class OpenedModel:
     rotation: Rotation | None = None  # what TTT needs beside its network, see `for_method`
     contrast: Contrast | None = None  # what TTT++ needs, likewise
     reconstructions: Reconstructions | None = None  # what ATTA needs
+    denoiser: Denoiser | None = None  # what DTTA needs beside its network
     calibration: Calibration | None = None  # how source images look to its layers
     checkpoint: Checkpoint | None = None  # where it came from, if it is one of ours
     bundle: Path | None = None  # where it came from, if it is a bundle: the folder or zip
 
     def for_method(self, method: str) -> "OpenedModel":
         """The same model with the network that the method starts from; see `Checkpoint.for_method`."""
-        missing = {"ttt": NO_ROTATION, "ttt++": NO_CONTRAST}
-        has = {"ttt": self.rotation, "ttt++": self.contrast}
-        if method not in missing or has[method] is not None:
+        has = {"ttt": self.rotation, "ttt++": self.contrast, "dtta": self.denoiser}
+        if method not in has or has[method] is not None:
             return self
         if self.checkpoint is None:
-            raise SettingError(missing[method])
+            raise SettingError(MISSING[method])
         chosen = self.checkpoint.for_method(method)
         return replace(
             self,
@@ -121,6 +122,7 @@ class OpenedModel:
             rotation=chosen.rotation,
             contrast=chosen.contrast,
             reconstructions=chosen.reconstructions,
+            denoiser=chosen.denoiser,
             calibration=chosen.calibration,
             checkpoint=chosen,
         )

@@ -196,6 +196,7 @@ def open_checkpoint(checkpoint: Checkpoint, name: str) -> OpenedModel:
         rotation=checkpoint.rotation,
         contrast=checkpoint.contrast,
         reconstructions=checkpoint.reconstructions,
+        denoiser=checkpoint.denoiser,
         calibration=checkpoint.calibration,
         checkpoint=checkpoint,
     )

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+NAME = "image_normalizer"  # of the normalizer in a network that has one in front
+
 
 class ImageNormalizer(nn.Module):
     """x + three convolutions of x, C → width → width → C, with exp(−z²/s²) between them; s is learned per channel."""
