@@ -60,6 +60,7 @@ from dltta.recipes import (
     check_name,
     recommended,
     split_rate,
+    usual_rate,
 )
 from dltta.training import SourceTraining, TrainingSettings
 from dltta.training.examples import gather, split_by_group
@@ -68,6 +69,14 @@ from dltta.training.settings import AUXILIARIES
 from dltta.training.uda import UDATraining
 from dltta.version import __version__
 
+CURVES = {  # of the report, by stage of training: what is drawn, and its key in the history
+    "task": ("task loss", "task"),
+    "ttt": ("rotation loss", "rotation"),
+    "ttt++": ("contrast loss", "contrast"),
+    "dtta": ("task loss behind the normalizer", "task"),
+    "denoiser": ("denoising error", "validation"),
+    "atta": ("reconstruction error", "validation"),
+}
 VALIDATION = "validation"  # as a target: the source cases that training did not see
 
 
@@ -150,10 +159,14 @@ class Experiment:
         return jobs
 
     def _rates(self, method: str) -> tuple[str, ...]:
-        """Those of a method; `recommended` brings its own. Dynamic comes before matched."""
+        """Those of a method; `recommended` brings its own, and a method whose authors have a rule of their own runs
+        with that too. Dynamic comes before matched.
+        """
         if method in (*WITHOUT_RATE, RECOMMENDED):
             return (NO_RATE,)
-        return tuple(sorted(self.rates, key=lambda rate: rate == MATCHED))
+        own = usual_rate(method)
+        extra = () if own in (Rule.FIXED, Rule.DYNAMIC, *self.rates) else (own,)
+        return (*extra, *sorted(self.rates, key=lambda rate: rate == MATCHED))
 
     def recipe(self, job: "Job") -> Recipe:
         """What a stream is run with; a matched one's α is known once its dynamic stream has run."""
@@ -409,16 +422,10 @@ def training_curves(checkpoint: Checkpoint) -> dict[str, list[float]]:
     """What the report draws of source training: each loss by epoch."""
     curves: dict[str, list[float]] = {}
     for row in checkpoint.record.get("history", []):
-        if row["stage"] == "ttt":
-            curves.setdefault("rotation loss", []).append(row["rotation"])
-        elif row["stage"] == "ttt++":
-            curves.setdefault("contrast loss", []).append(row["contrast"])
-        elif row["stage"] == "task":
-            curves.setdefault("task loss", []).append(row["task"])
-            if row["score"] is not None:
-                curves.setdefault(f"validation {checkpoint.record['metric']}", []).append(row["score"])
-        else:
-            curves.setdefault("reconstruction error", []).append(row["validation"])
+        name, key = CURVES[row["stage"]]
+        curves.setdefault(name, []).append(row[key])
+        if row["stage"] == "task" and row["score"] is not None:
+            curves.setdefault(f"validation {checkpoint.record['metric']}", []).append(row["score"])
     return curves
 
 
