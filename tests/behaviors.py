@@ -1,6 +1,8 @@
 """What every method must do along a stream, whatever it minimizes: resumed, rolled back, on any network, guarded."""
 
 import copy
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from dltta.models.statistics import InstanceStatistics, Running
 from dltta.quality.decision import Outcome, Reason
 from dltta.quality.guard import Limits, Objection, Review, SourceGuard
 from dltta.quality.guarded import GuardedAdapter
+from dltta.serving.state import StateFolder
 from dltta.testing import check_objective
 from networks import decisive, stream, trained
 
@@ -108,8 +111,21 @@ def check_resumes(objective, name, **options):
         second.load_state_dict(first.state_dict())
         assert same([second(x) for x in images[stop:]], expected[stop:])
         assert same(state(second), ends)
+    _check_disk(make, images, expected)
     whole.reset()
     assert same([whole(x) for x in images], expected)
+
+
+def _check_disk(make, images, expected):
+    """The same through files, as after a kill."""
+    first, second = make(), make()
+    for x in images[:2]:
+        first.step(x)
+    with tempfile.TemporaryDirectory() as place:
+        folder = StateFolder(Path(place))
+        with folder.locked():
+            folder.load(2, folder.save(2, first), second)
+    assert same([second(x) for x in images[2:]], expected[2:])
 
 
 def check_rolled_back(objective, name):

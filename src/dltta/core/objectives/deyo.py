@@ -118,7 +118,7 @@ def _taken_apart(x: Tensor, cuts: Sequence[int]) -> Tensor:
 
 def _put_together(blocks: Tensor, cuts: Sequence[int]) -> Tensor:
     axes = len(cuts)
-    apart = blocks.unflatten(1, tuple(cuts))  # (B, *cuts, C, *sides of a block)
+    apart: Tensor = blocks.unflatten(1, tuple(cuts))  # (B, *cuts, C, *sides of a block)
     pairs = [axis for k in range(axes) for axis in (1 + k, 2 + axes + k)]
     whole = [cut * side for cut, side in zip(cuts, blocks.shape[3:], strict=True)]
     return apart.permute(0, 1 + axes, *pairs).reshape(len(blocks), blocks.shape[2], *whole)
