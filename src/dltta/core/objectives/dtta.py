@@ -101,7 +101,7 @@ class DTTA:
     @torch.no_grad()
     def _compare(self, model: nn.Module, prediction: Tensor) -> Tensor:
         """The denoised prediction; the parameters are kept if no other prediction agreed better with its own."""
-        denoised = self.denoiser.to(prediction)(prediction).softmax(dim=1)
+        denoised: Tensor = self.denoiser.to(prediction)(prediction).softmax(dim=1)
         agreement = soft_dice(prediction, denoised).item()
         if self._best is None or agreement > self._best[0]:
             self._best = agreement, [part.detach().clone() for part in _named(model).values()]

@@ -107,7 +107,8 @@ class VPTTA:
         nearest = torch.cosine_similarity(keys, key[None], dim=1).topk(self.neighbors)
         weights = (nearest.values / self.temperature).softmax(dim=0)
         prompts = torch.stack([self.prompts[known[number]] for number in nearest.indices.tolist()]).to(key)
-        return torch.tensordot(weights, prompts, dims=1)
+        mixed: Tensor = torch.tensordot(weights, prompts, dims=1)
+        return mixed
 
     def state_dict(self) -> dict[str, Any]:
         return {"images": self._progress.images, "keys": list(self.keys), "prompts": list(self.prompts)}

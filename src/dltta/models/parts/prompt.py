@@ -26,7 +26,7 @@ class FrequencyPrompt(nn.Module):
         sides, low = self._lowest(x)
         change = torch.zeros(x.shape, dtype=low.dtype, device=x.device)
         change[_middle(x, sides)] = low * (self.used(sides).to(low.real.dtype) - 1)
-        moved = torch.fft.ifftn(torch.fft.ifftshift(change, dim=axes), dim=axes).real
+        moved: Tensor = torch.fft.ifftn(torch.fft.ifftshift(change, dim=axes), dim=axes).real
         return x + moved.to(x.dtype)
 
     def amplitude(self, x: Tensor) -> Tensor:
@@ -35,8 +35,9 @@ class FrequencyPrompt(nn.Module):
 
     def used(self, sides: tuple[int, ...]) -> Tensor:
         """The factors of so many frequencies per axis, (C, *sides)."""
-        start = [self.largest // 2 - side // 2 for side in sides]
-        return self.factors[(..., *(slice(s, s + side) for s, side in zip(start, sides, strict=True)))]
+        starts = [self.largest // 2 - side // 2 for side in sides]
+        middle: tuple[Any, ...] = tuple(slice(start, start + side) for start, side in zip(starts, sides, strict=True))
+        return self.factors[(..., *middle)]
 
     def _lowest(self, x: Tensor) -> tuple[tuple[int, ...], Tensor]:
         """How many frequencies per axis, and their coefficients with zero in the middle."""
