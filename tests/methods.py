@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from dltta import Signals
+from dltta.core.gradients import differentiated, displaced
 from dltta.models.normalization import BATCH_STATISTICS, affine_parameters, use_test_statistics
 from dltta.models.predictions import entropy
 
@@ -46,6 +47,25 @@ class MeanTeacher:
     def load_state_dict(self, state):
         self.teacher.load_state_dict(state["teacher"])
         self.generator.set_state(state["generator"].cpu())
+
+
+class Lookahead:
+    """The gradient one step ahead, applied here."""
+
+    def __init__(self, statistics=BATCH_STATISTICS):
+        self.statistics = statistics
+
+    def prepare(self, model):
+        use_test_statistics(model, self.statistics)
+        return affine_parameters(model)
+
+    def __call__(self, model, x, logits):
+        return entropy(logits).mean()
+
+    def gradient(self, model, x, logits, parameters):
+        _, here = differentiated(self(model, x, logits), parameters)
+        with displaced(parameters, [-part for part in here]):
+            return differentiated(self(model, x, model(x)), parameters)
 
 
 class Prototypes:

@@ -12,6 +12,8 @@ import pytest
 import dltta
 from dltta.config import build
 from dltta.errors import SettingError
+from dltta.methods import PAPER_METHODS
+from dltta.models.io.factories import arguments, import_object, required_arguments
 from dltta.recipes import Method, Recipe, Rule, paper, recipe_for, recommended, split_rate
 
 SOURCE = Path(dltta.__file__).parent
@@ -20,6 +22,7 @@ SOURCE = Path(dltta.__file__).parent
 def test_the_papers_values_for_segmentation_by_hand():
     assert paper().resolved("segmentation", calibrated=True).as_json() == {
         "method": "tent", "rate": "dynamic", "alpha": 1e-3, "statistics": "batch", "optimizer": "sgd", "steps": 1,
+        "momentum": 0.0, "betas": [0.9, 0.999], "predict": "after", "settings": {},
         "mode": "continual", "batch_size": 1, "batches_kept": 20, "neighbors": 8, "ready": "full",
         "distance": "l2", "positions": "mean",
         "pool": None, "prefill": False, "guard": False, "name": "paper",
@@ -35,6 +38,7 @@ def test_the_papers_values_for_classification_by_hand():
 def test_the_recommended_recipe_by_hand():
     assert recommended().resolved("segmentation", calibrated=True).as_json() == {
         "method": "tent", "rate": "relative", "alpha": 1e-3, "statistics": "shrinkage", "optimizer": "sgd", "steps": 1,
+        "momentum": 0.0, "betas": [0.9, 0.999], "predict": "after", "settings": {},
         "mode": "continual", "batch_size": 1, "batches_kept": 20, "neighbors": 8, "ready": "neighbors",
         "distance": "l2", "positions": "mean", "pool": 8, "prefill": False, "guard": True, "name": "recommended",
     }  # fmt: skip
@@ -62,7 +66,7 @@ def test_the_memory_holds_the_neighbors_however_small_the_batches(batch_size, ke
 
 
 def test_methods_without_a_loss_have_no_rate():
-    for method in ("source", "ptbn", "uda-st", "cyclegan", "udas", "uda-swav"):
+    for method in ("source", "ptbn", "t3a", "uda-st", "cyclegan", "udas", "uda-swav"):
         assert Recipe(method, "dynamic").rate == "none"
     assert Recipe("tent").rate == "dynamic"
 
@@ -70,7 +74,7 @@ def test_methods_without_a_loss_have_no_rate():
 def test_what_is_changed_is_nobodys_recipe_but_ones_own():
     assert recommended().changed(alpha=None, steps=None) == recommended()
     changed = paper().changed(alpha=0.1, steps=None)
-    assert (changed.alpha, changed.steps, changed.name) == (0.1, 1, "own")
+    assert (changed.alpha, changed.steps, changed.name) == (0.1, None, "own")
 
 
 @pytest.mark.parametrize(
@@ -91,6 +95,45 @@ def test_what_is_changed_is_nobodys_recipe_but_ones_own():
 def test_values_that_cannot_be_are_refused(values, words):
     with pytest.raises(SettingError, match=words):
         Recipe(**values)
+
+
+# methods newer than the paper
+
+
+def test_the_papers_methods_are_the_five_that_it_compares():
+    assert PAPER_METHODS == ("source", "ptbn", "ttt", "tent", "atta")
+    for method in PAPER_METHODS:
+        found = recipe_for(method, "fixed").resolved("segmentation", calibrated=False)
+        assert (found.alpha, found.optimizer, found.momentum, found.batch_size) == (1e-3, "sgd", 0.0, 1)
+        found = recipe_for(method, "fixed").resolved("classification", calibrated=False)
+        assert (found.alpha, found.optimizer, found.batch_size, found.predict) == (3e-4, "sgd", 200, "after")
+
+
+def test_a_newer_method_runs_as_its_authors_run_it():
+    found = recipe_for("rotta").resolved("classification", calibrated=False)
+    assert (found.rate, found.alpha, found.optimizer, found.betas) == ("fixed", 1e-3, "adam", (0.9, 0.999))
+    assert (found.batch_size, found.predict) == (64, "before")
+    found = recipe_for("note").resolved("segmentation", calibrated=False)
+    assert (found.rate, found.alpha, found.optimizer, found.batch_size) == ("fixed", 1e-4, "adam", 1)
+
+
+def test_what_is_chosen_wins_over_the_authors():
+    found = recipe_for("rotta", "dynamic", optimizer="sgd", batch_size=8).resolved("classification", calibrated=False)
+    assert (found.rate, found.alpha, found.optimizer, found.momentum) == ("dynamic", 1e-3, "sgd", 0.0)
+    assert found.batch_size == 8
+    assert recipe_for("eata", alpha=0.5).resolved("segmentation", calibrated=False).alpha == 0.5
+    kept = recipe_for("eata").resolved("segmentation", calibrated=False)
+    assert (kept.optimizer, kept.momentum) == ("sgd", 0.9)
+    assert recipe_for("eata", optimizer="adam").resolved("segmentation", calibrated=False).momentum == 0.0
+    assert recipe_for("eata", momentum=0.5).resolved("segmentation", calibrated=False).momentum == 0.5
+
+
+def test_every_row_of_the_table_names_a_class_that_can_be_made():
+    for method in Method:
+        made = import_object(method.facts.path)
+        assert not required_arguments(made) or method.facts.part is not None, method
+        assert ("__call__" in vars(made)) == method.facts.loss, method
+        assert "statistics" in arguments(made) or not method.facts.statistics, method
 
 
 # by name
@@ -232,8 +275,8 @@ def test_paper_and_recommended_are_written_once():
     assert list(repeated_defaults("replace(recipe, guard=True)")) == ["guard=True"]
     assert list(repeated_defaults("Recipe('tent', rate=Rule.RELATIVE, pool=8)")) == ["rate=RELATIVE", "pool=8"]
     assert list(repeated_defaults("{'alpha': 1e-3, 'steps': 1}")) == ["alpha=0.001"]
-    assert set(repeated_defaults((SOURCE / "recipes.py").read_text())) >= {"alpha=0.001", "guard=True", "pool=8"}
-    others = [path for path in sorted(SOURCE.rglob("*.py")) if path.name != "recipes.py"]
+    assert set(repeated_defaults((SOURCE / "recipes.py").read_text())) >= {"neighbors=8", "guard=True", "pool=8"}
+    others = [path for path in sorted(SOURCE.rglob("*.py")) if path.name not in ("recipes.py", "methods.py")]
     found = {str(path.relative_to(SOURCE)): list(repeated_defaults(path.read_text())) for path in others}
     assert {path: repeated for path, repeated in found.items() if repeated} == {}
 

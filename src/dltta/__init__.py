@@ -10,6 +10,7 @@ from dltta.version import __version__
 
 if TYPE_CHECKING:
     from dltta.core.adapter import Adapter
+    from dltta.core.aligned import Aligned
     from dltta.core.discrepancy import symmetric_kl
     from dltta.core.memory import MemoryBank
     from dltta.core.rates import Exponential, Fixed, LearningRate, Proportional, Relative, Signals
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Adapter",
+    "Aligned",
     "Decision",
     "DlttaError",
     "Exponential",
@@ -45,6 +47,7 @@ __all__ = [
 
 _HOMES = {
     "dltta.core.adapter": ("Adapter",),
+    "dltta.core.aligned": ("Aligned",),
     "dltta.core.step": ("Step", "Update"),
     "dltta.core.discrepancy": ("symmetric_kl",),
     "dltta.core.memory": ("MemoryBank",),

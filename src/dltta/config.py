@@ -4,16 +4,20 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, overload
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, overload
 
 import torch
 
+from dltta.core.adapted import OptimizerFactory
 from dltta.core.adapter import Adapter
+from dltta.core.aligned import Aligned
 from dltta.core.ensemble import AnyAdapter, Ensemble
+from dltta.core.layer_rates import LAW, PALM
 from dltta.core.memory import MemoryBank
-from dltta.core.objectives import ATTA, PTBN, TTT, Objective, Preparation, Source, Tent
+from dltta.core.objectives import Objective, Preparation, Source
 from dltta.core.rates import AnyRate, Exponential, Fixed, Proportional, Relative
 from dltta.data.case import Dataset
 from dltta.data.datasets.camelyon17 import Camelyon17
@@ -24,6 +28,7 @@ from dltta.data.preprocessing import Preprocessing
 from dltta.data.sites import SiteFolder, Slices, open_site
 from dltta.data.streams import SiteStream, split_stream
 from dltta.errors import DataError, SettingError, require
+from dltta.methods import METHODS, Method, Optimizer, Predict
 from dltta.models.calibration import Calibration
 from dltta.models.folds import Folds
 from dltta.models.io.checkpoint import Checkpoint
@@ -34,7 +39,7 @@ from dltta.models.normalization import BATCH_STATISTICS, NormalizationStatistics
 from dltta.models.statistics import Blended, Running, Shrinkage
 from dltta.quality.guard import Guard, Limits, SourceGuard
 from dltta.quality.guarded import GuardedAdapter
-from dltta.recipes import Distance, Method, Optimizer, Positions, Ready, Recipe, Rule, Statistics, UDAName
+from dltta.recipes import Distance, Positions, Ready, Recipe, Rule, Statistics, UDAName
 from dltta.training.uda import UDAMethod
 from dltta.training.uda.cyclegan import CycleGAN
 from dltta.training.uda.style import StyleTransfer
@@ -47,7 +52,6 @@ UDA: dict[str, type[UDAMethod]] = {
     UDAName.UDAS: UDAS,
     UDAName.SWAV: SwAV,
 }
-OPTIMIZERS = {Optimizer.SGD: torch.optim.SGD, Optimizer.ADAM: torch.optim.Adam}
 # of the guard, by source images with another appearance (docs/guard.md)
 LIMITS: dict[str, dict[str, float]] = {Method.ATTA: {"consistency_override": 1.0}}
 Built = TypeVar("Built")
@@ -88,13 +92,15 @@ def _make_single(model: Checkpoint | OpenedModel, recipe: Recipe) -> Adapter:
     recipe = recipe.resolved(model.task, calibrated=model.calibration is not None)
     if recipe.method in (Method.SOURCE, *UDA):  # the source model exactly; the others adapted in training
         return Adapter(model.model, Source(), layout="given" if recipe.method == Method.SOURCE else "auto")
-    objective = make_objective(recipe.method, model, make_statistics(recipe, model.calibration))
+    objective = make_objective(
+        recipe.method, model, make_statistics(recipe, model.calibration), settings=recipe.settings
+    )
     settings: dict[str, Any] = {"mode": str(recipe.mode)}
     if isinstance(objective, Objective):
         rate = make_rate(recipe.rate, recipe.alpha or 0.0, model.calibration)
         memory = _make_memory(model, recipe) if getattr(rate, "needs_memory", False) else None
-        optimizer = OPTIMIZERS[recipe.optimizer]
-        settings |= {"rate": rate, "memory": memory, "optimizer": optimizer, "steps": recipe.steps}
+        settings |= {"rate": rate, "memory": memory, "optimizer": make_optimizer(recipe), "steps": recipe.steps or 1}
+        settings |= {"predict": str(recipe.predict or Predict.AFTER)}
     if not recipe.guard:
         return Adapter(model.model, objective, **settings)
     return GuardedAdapter(model.model, objective, guard=make_guard(model.calibration, recipe.method), **settings)
@@ -121,38 +127,90 @@ def make_guard(calibration: Calibration | None, method: str) -> Guard:
     return SourceGuard(Limits.calibrated(calibration.predictions, **LIMITS.get(method, {})), calibration)
 
 
+def make_optimizer(recipe: Recipe) -> OptimizerFactory:
+    """The optimizer of a resolved recipe; its learning rate is the recipe's rate."""
+    if recipe.optimizer == Optimizer.ADAM:
+        return partial(torch.optim.Adam, betas=recipe.betas or (0.9, 0.999))
+    return partial(torch.optim.SGD, momentum=recipe.momentum or 0.0)
+
+
 def make_objective(
-    method: str, model: Checkpoint | OpenedModel, statistics: NormalizationStatistics = BATCH_STATISTICS
+    method: str,
+    model: Checkpoint | OpenedModel,
+    statistics: NormalizationStatistics = BATCH_STATISTICS,
+    *,
+    settings: Mapping[str, Any] = {},
 ) -> Objective | Preparation:
-    """The method of that name for this model, or an object of the class `package.module:Class`."""
-    if ":" in method:
-        made = _own(method, statistics=statistics)
-        if not isinstance(made, Preparation):
-            raise SettingError(f"{method} has no prepare(model), which every method needs; see docs/methods.md")
-        return made
-    require("method", method, [str(name) for name in Method])
-    if method == Method.TTT:
-        part = model.rotation
-        if part is None:
-            raise SettingError("this network has no rotation head, which TTT needs; take model.for_method('ttt')")
-        return TTT(part.head, part.layer, part.shared, statistics)
-    if method == Method.ATTA:
-        parts = model.reconstructions
-        if parts is None:
-            raise SettingError("this model has no auto-encoders, which ATTA needs; train it with `--with atta`")
-        return ATTA(parts.autoencoders, parts.levels, parts.channels, statistics=statistics)
-    plain: dict[str, Objective | Preparation] = {
-        Method.SOURCE: Source(),
-        Method.PTBN: PTBN(statistics),
-        Method.TENT: Tent(statistics),
-    }
-    return plain[method]
+    """The method of that name for this model, or an object of the class `package.module:Class`.
+
+    `settings` are keyword arguments of its class.
+    """
+    offered: dict[str, Any] = {"statistics": statistics, **_described(model)}
+    if model.calibration is not None and model.calibration.fisher:
+        offered["fisher"] = model.calibration.fisher
+    if ":" not in method:
+        require("method", method, [str(name) for name in Method])
+        facts = METHODS[method].facts
+        if not facts.statistics and statistics != BATCH_STATISTICS:
+            raise SettingError(f"{method} has normalization statistics of its own; leave --statistics out")
+        if not facts.statistics:
+            del offered["statistics"]
+        offered |= {} if facts.part is None else _PARTS[facts.part](model)
+        return cast(Objective | Preparation, _own(facts.path, offered, settings, name=method))
+    made = _own(method, offered, settings)
+    if not isinstance(made, Preparation):
+        raise SettingError(f"{method} has no prepare(model), which every method needs; see docs/methods.md")
+    return made
+
+
+def _described(model: Checkpoint | OpenedModel) -> dict[str, Any]:
+    """What a method may want to know about a model's input."""
+    about = model.architecture if isinstance(model, Checkpoint) else model
+    return {"channels": about.in_channels, "spatial_dims": about.spatial_dims}
+
+
+def _rotation(model: Checkpoint | OpenedModel) -> dict[str, Any]:
+    part = model.rotation
+    if part is None:
+        raise SettingError("this network has no rotation head, which TTT needs; take model.for_method('ttt')")
+    return {"head": part.head, "layer": part.layer, "shared": part.shared}
+
+
+def _contrast(model: Checkpoint | OpenedModel) -> dict[str, Any]:
+    part = model.contrast
+    if part is None or part.features is None or part.projections is None:
+        raise SettingError("this network has no projection head, which TTT++ needs; take model.for_method('ttt++')")
+    return {
+        "head": part.head, "layer": part.layer, "shared": part.shared, "features": part.features,
+        "projections": part.projections,
+    }  # fmt: skip
+
+
+def _normalizer(model: Checkpoint | OpenedModel) -> dict[str, Any]:
+    if model.denoiser is None:
+        raise SettingError("this network has no denoiser, which DTTA needs; take model.for_method('dtta')")
+    return {"denoiser": model.denoiser}
+
+
+def _reconstructions(model: Checkpoint | OpenedModel) -> dict[str, Any]:
+    parts = model.reconstructions
+    if parts is None:
+        raise SettingError("this model has no auto-encoders, which ATTA needs; train it with `--with atta`")
+    return {"autoencoders": parts.autoencoders, "levels": parts.levels, "channels": parts.channels}
+
+
+_PARTS: dict[str, Callable[[Checkpoint | OpenedModel], dict[str, Any]]] = {
+    "ttt": _rotation,
+    "ttt++": _contrast,
+    "dtta": _normalizer,
+    "atta": _reconstructions,
+}
 
 
 def make_rate(rate: str, alpha: float, calibration: Calibration | None = None) -> AnyRate:
     """The rule of that name with α as scale and initial value, or an object of the class `package.module:Class`."""
     if ":" in rate:
-        made: AnyRate = _own(rate, alpha=alpha)
+        made: AnyRate = _own(rate, {"alpha": alpha})
         if not callable(made):
             raise SettingError(f"{rate} gives a {type(made).__name__}, which cannot be called; see docs/methods.md")
         return made
@@ -163,18 +221,24 @@ def make_rate(rate: str, alpha: float, calibration: Calibration | None = None) -
         Rule.FIXED: Fixed(alpha),
         Rule.DYNAMIC: Proportional(alpha),
         Rule.EXPONENTIAL: Exponential(alpha),
+        Rule.ALIGNED: Aligned(alpha),
+        Rule.LAW: LAW(alpha),
+        Rule.PALM: PALM(alpha),
     }
     return rules[rate]
 
 
-def _own(spec: str, **offered: Any) -> Any:
-    """An object of somebody's own class, made with those of the offered arguments that it takes."""
+def _own(spec: str, offered: Mapping[str, Any], settings: Mapping[str, Any] = {}, *, name: str = "") -> Any:
+    """An object of a class, made with those of the offered arguments that it takes and with all settings."""
     made = import_object(spec)
-    missing = [name for name in required_arguments(made) if name not in offered]
+    known = arguments(made)
+    for setting in settings:
+        require(f"setting of {name or spec}", setting, [each for each in known if each not in offered])
+    missing = [each for each in required_arguments(made) if each not in {*offered, *settings}]
     if missing:
         passed = " and ".join(offered)
         raise SettingError(f"{spec} needs the argument {missing[0]!r}; give it a default, only {passed} is passed")
-    return made(**{name: value for name, value in offered.items() if name in arguments(made)})
+    return made(**{each: value for each, value in offered.items() if each in known}, **settings)
 
 
 def _make_memory(model: Checkpoint | OpenedModel, recipe: Recipe) -> MemoryBank:

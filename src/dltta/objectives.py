@@ -1,5 +1,45 @@
 """The test-time objectives under their public name: `from dltta.objectives import Tent`."""
 
-from dltta.core.objectives import ATTA, PTBN, TTT, Objective, Preparation, Source, Tent
+from dltta.core.objectives import (
+    ATTA,
+    DTTA,
+    EATA,
+    NOTE,
+    PTBN,
+    SAR,
+    T3A,
+    TTT,
+    VPTTA,
+    CoTTA,
+    DeYO,
+    GraTa,
+    InTEnt,
+    Objective,
+    Preparation,
+    RoTTA,
+    Source,
+    Tent,
+    TTTPlus,
+)
 
-__all__ = ["ATTA", "PTBN", "TTT", "Objective", "Preparation", "Source", "Tent"]
+__all__ = [
+    "ATTA",
+    "DTTA",
+    "EATA",
+    "NOTE",
+    "PTBN",
+    "SAR",
+    "T3A",
+    "TTT",
+    "VPTTA",
+    "CoTTA",
+    "DeYO",
+    "GraTa",
+    "InTEnt",
+    "Objective",
+    "Preparation",
+    "RoTTA",
+    "Source",
+    "TTTPlus",
+    "Tent",
+]

@@ -4,25 +4,13 @@ Pure data: nothing here imports torch. `config.make_adapter` turns a recipe and 
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any
 
 from dltta.errors import SettingError, require
-
-Task = Literal["segmentation", "classification"]
-
-
-class Method(StrEnum):
-    """Methods with a name of their own; `package.module:Class` names any other objective."""
-
-    SOURCE = "source"
-    PTBN = "ptbn"
-    TTT = "ttt"
-    TENT = "tent"
-    ATTA = "atta"
-
+from dltta.methods import METHODS, STEPS, Method, Mode, Optimizer, Predict, Step, Task
 
 RECOMMENDED = "recommended"  # on the command line and in results: a method that brings everything else along
 
@@ -34,9 +22,13 @@ class Rule(StrEnum):
     DYNAMIC = "dynamic"  # Eq. (6)
     EXPONENTIAL = "exponential"
     RELATIVE = "relative"
+    ALIGNED = "aligned"  # by the agreement of two gradients
+    LAW = "law"  # each parameter its own, from accumulated gradients
+    PALM = "palm"  # each parameter its own, from its sensitivity
 
 
 NO_RATE = "none"  # of methods without a loss
+WITHOUT_MEMORY = (Rule.FIXED, Rule.ALIGNED, Rule.LAW, Rule.PALM, NO_RATE)
 
 
 class UDAName(StrEnum):
@@ -49,7 +41,8 @@ class UDAName(StrEnum):
 
 
 UDA = tuple(UDAName)
-WITHOUT_RATE = (Method.SOURCE, Method.PTBN, *UDA)
+WITHOUT_RATE = (*(method for method in Method if not method.facts.loss), *UDA)
+ALL = "all"  # of a comparison: every method that the model supports
 MATCHED = "matched"  # in a comparison: fixed at the mean rate of the dynamic stream
 CONTROLS = (MATCHED,)  # rates that need another stream to have run
 
@@ -61,20 +54,6 @@ class Statistics(StrEnum):
     SHRINKAGE = "shrinkage"
     BLENDED = "blended"
     RUNNING = "running"
-
-
-class Optimizer(StrEnum):
-    """Which optimizer takes the step; SGD is Eq. (2)."""
-
-    SGD = "sgd"
-    ADAM = "adam"
-
-
-class Mode(StrEnum):
-    """What one image leaves behind for the next."""
-
-    CONTINUAL = "continual"
-    IMAGE_SPECIFIC = "image-specific"
 
 
 class Ready(StrEnum):
@@ -100,10 +79,11 @@ class Positions(StrEnum):
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides what a stream of images does to a model; None stands for the paper's value for the task.
+    """Everything that decides what a stream of images does to a model; None stands for the usual value for the task.
 
-    The paper, segmentation / classification: rate 1e-3 / 3e-4, batches of 1 / 200, memory of 20 / 4 batches,
-    8 / 12 neighbors, one step, recall from a full memory by L2 distance, plain gradient descent (Eq. 2).
+    That is the paper's, segmentation / classification: rate 1e-3 / 3e-4, batches of 1 / 200, memory of 20 / 4 batches,
+    8 / 12 neighbors, one step, recall from a full memory by L2 distance, plain gradient descent (Eq. 2). Methods that
+    the paper does not compare take rate, batch, optimizer and the pass that predicts from their authors (`methods.py`).
 
     `method` and `rate` are names of this module, or `package.module:Class`. `statistics` None is `shrinkage` for a
     calibrated model and `batch` for any other. `name` says where the values come from: `paper`, `recommended`, `own`.
@@ -113,9 +93,12 @@ class Recipe:
     rate: str = Rule.DYNAMIC
     alpha: float | None = None  # the rate's scale and initial value
     statistics: Statistics | None = Statistics.BATCH
-    optimizer: Optimizer = Optimizer.SGD
-    steps: int = 1
-    mode: Mode = Mode.CONTINUAL
+    optimizer: Optimizer | None = None
+    momentum: float | None = None  # of SGD
+    betas: tuple[float, float] | None = None  # of Adam
+    predict: Predict | None = None  # from the pass before or after the update
+    steps: int | None = None  # gradient steps per batch
+    mode: Mode | None = None
     batch_size: int | None = None
     batches_kept: int | None = None  # the memory's capacity, in batches
     neighbors: int | None = None
@@ -125,15 +108,18 @@ class Recipe:
     positions: Positions = Positions.MEAN
     prefill: bool = False  # the memory begins with the pairs of source images that the checkpoint keeps
     guard: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the method: keyword arguments of its class
     name: str = "own"
 
     def __post_init__(self) -> None:
-        for field, kind in _CHOICES.items():
-            if (value := getattr(self, field)) is not None:
-                object.__setattr__(self, field, choice(field, value, kind))
-        for field in ("steps", "batch_size", "batches_kept", "neighbors", "pool"):
-            if (value := getattr(self, field)) is not None and value < 1:
-                raise SettingError(f"{field} must be at least 1, got {value}")
+        for key, kind in _CHOICES.items():
+            if (value := getattr(self, key)) is not None:
+                object.__setattr__(self, key, choice(key, value, kind))
+        for key in ("steps", "batch_size", "batches_kept", "neighbors", "pool"):
+            if (value := getattr(self, key)) is not None and value < 1:
+                raise SettingError(f"{key} must be at least 1, got {value}")
+        if self.betas is not None:
+            object.__setattr__(self, "betas", (float(self.betas[0]), float(self.betas[1])))  # a list in JSON
         if self.method in WITHOUT_RATE:
             object.__setattr__(self, "rate", NO_RATE)
 
@@ -144,7 +130,8 @@ class Recipe:
 
     def resolved(self, task: Task, *, calibrated: bool) -> "Recipe":
         """With a value for everything, as a model of this task runs it; what the journal records."""
-        usual = _PAPER[task]
+        step = usual_step(self.method, task)
+        usual = {**_PAPER[task], **_of_step(step, self.optimizer), **_of_method(self.method)}
         filled = {key: getattr(self, key) if getattr(self, key) is not None else usual[key] for key in usual}
         if self.batches_kept is None:  # the memory must hold the neighbors, however small the batches
             filled["batches_kept"] = max(usual["batches_kept"], math.ceil(filled["neighbors"] / filled["batch_size"]))
@@ -155,10 +142,14 @@ class Recipe:
     def calibration_matters(self) -> bool:
         """Whether a stream measures with the model's calibration."""
         measured = self.rate == Rule.RELATIVE or self.guard or self.statistics in (None, Statistics.SHRINKAGE)
+        known = METHODS.get(self.method)
+        measured = measured or (known is not None and known.facts.calibration)
         return measured and self.method not in (Method.SOURCE, *UDA)
 
     def as_json(self) -> dict[str, Any]:
-        return {key: str(value) if isinstance(value, StrEnum) else value for key, value in asdict(self).items()}
+        values = asdict(self)
+        values["betas"] = None if self.betas is None else list(self.betas)
+        return {key: str(value) if isinstance(value, StrEnum) else value for key, value in values.items()}
 
     def deciding(self) -> dict[str, Any]:
         """What decides a stream's outcome: only the batch without adaptation, no memory with a fixed rate."""
@@ -166,16 +157,19 @@ class Recipe:
         del values["name"]
         if self.method in (Method.SOURCE, *UDA):
             return {"method": values["method"], "batch_size": values["batch_size"]}
-        if self.method == Method.PTBN and not self.guard:
-            return {key: values[key] for key in ("method", "batch_size", "statistics", "mode")}
-        if self.rate in (Rule.FIXED, NO_RATE):
+        if self.method in WITHOUT_RATE and not self.guard:
+            return {key: values[key] for key in ("method", "batch_size", "statistics", "mode", "settings")}
+        if self.rate in WITHOUT_MEMORY:
             for key in ("batches_kept", "neighbors", "ready", "distance", "pool", "positions", "prefill"):
                 del values[key]
         return values
 
 
 def paper(method: str = Method.TENT, rate: str = Rule.DYNAMIC) -> Recipe:
-    """The paper's settings (Sec. IV), to the letter, for any of its methods; `rate` fixed is its baseline."""
+    """The paper's settings (Sec. IV), to the letter, for any of its methods; `rate` fixed is its baseline.
+
+    Other methods get the settings of their authors, where `None` stands.
+    """
     return Recipe(method, rate, name="paper")
 
 
@@ -196,6 +190,7 @@ def recommended() -> Recipe:
 def recipe_for(method: str, rate: str | None = None, **changes: Any) -> Recipe:
     """The recipe that a method's name stands for; `recommended` brings its own rate, rule by rule.
 
+    Methods that the paper does not compare have the rate of their authors, most often fixed, unless another is named.
     A rate may carry its α: `fixed:1e-2`. Changes that are None are not made; `recommended` takes a batch size only.
     """
     given = {key: value for key, value in changes.items() if value is not None}
@@ -205,10 +200,40 @@ def recipe_for(method: str, rate: str | None = None, **changes: Any) -> Recipe:
             option = refused[0].replace("_", "-")
             raise SettingError(f"recommended chooses its own {option}; name a method to set it, such as --method tent")
         return replace(recommended(), **given)
-    rule, alpha = split_rate(rate) if rate is not None else (str(Rule.DYNAMIC), None)
+    rule, alpha = split_rate(rate) if rate is not None else (usual_rate(method), None)
     if alpha is not None:
         given["alpha"] = alpha
     return paper(check_name("method", method, (*Method, *UDA, RECOMMENDED)), rule).changed(**given)
+
+
+def usual_rate(method: str) -> str:
+    """The paper's dynamic rate, or for a method that the paper does not compare that of its authors."""
+    known = METHODS.get(method)
+    return str(Rule.DYNAMIC) if known is None or known.facts.of_paper else known.facts.rate
+
+
+def usual_step(method: str, task: Task) -> Step:
+    """How a method's authors take a step in a task; the paper's for its own methods and those from outside."""
+    known = METHODS.get(method)
+    return STEPS[task] if known is None else known.facts.step(task)
+
+
+def _of_method(method: str) -> dict[str, Any]:
+    """What one image leaves for the next, and which pass predicts, as a method's authors have it."""
+    known = METHODS.get(method)
+    if known is None:
+        return {"mode": Mode.CONTINUAL, "predict": Predict.AFTER}
+    return {"mode": known.facts.mode, "predict": known.facts.predict}
+
+
+def _of_step(step: Step, chosen: Optimizer | None) -> dict[str, Any]:
+    """The values of a step; momentum and betas go with the optimizer that they were chosen for."""
+    plain = Step(step.alpha, step.batch_size)
+    tuned = step if chosen in (None, step.optimizer) else plain
+    return {
+        "alpha": step.alpha, "batch_size": step.batch_size, "optimizer": step.optimizer, "momentum": tuned.momentum,
+        "betas": tuned.betas, "steps": step.updates,
+    }  # fmt: skip
 
 
 def split_rate(rate: str) -> tuple[str, float | None]:
@@ -241,9 +266,9 @@ def choice(field: str, value: Any, kind: type[StrEnum]) -> StrEnum:
 
 _CHOICES: dict[str, type[StrEnum]] = {
     "statistics": Statistics, "optimizer": Optimizer, "mode": Mode, "ready": Ready, "distance": Distance,
-    "positions": Positions,
+    "positions": Positions, "predict": Predict,
 }  # fmt: skip
 _PAPER: dict[Task, dict[str, Any]] = {  # Sec. IV
-    "segmentation": {"alpha": 1e-3, "batch_size": 1, "batches_kept": 20, "neighbors": 8},
-    "classification": {"alpha": 3e-4, "batch_size": 200, "batches_kept": 4, "neighbors": 12},
+    "segmentation": {"batches_kept": 20, "neighbors": 8},
+    "classification": {"batches_kept": 4, "neighbors": 12},
 }

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from dltta.core.adapter import Adapter
-from dltta.core.objectives.objective import Objective, Preparation
+from dltta.core.objectives.objective import ComputesGradient, Objective, Preparation
 from dltta.core.rates import AnyRate, Fixed, Signals, takes_signals
+from dltta.core.snapshot import load_state, state_of
 from dltta.data.formats.format import MALFORMED, START, Completeness, Format, ending_among
 from dltta.errors import DataError, DlttaError
 
@@ -42,6 +43,8 @@ def check_objective(objective: Objective | Preparation, model: nn.Module, x: Ten
         raise AssertionError(f"{name} cannot be prepared: {error}") from error
     if isinstance(objective, Objective):
         _check_loss(name, adapter, x)
+    if isinstance(objective, ComputesGradient):
+        _check_gradient(name, adapter, x)
     _check_step(name, adapter, x)
     _check_reset(name, adapter, x)
     _check_resume(name, adapter, x)
@@ -158,17 +161,45 @@ def _check_predict(name: str, adapter: Adapter, x: Tensor) -> None:
 def _check_loss(name: str, adapter: Adapter, x: Tensor) -> None:
     objective = adapter.objective
     assert isinstance(objective, Objective)
+    state = state_of(objective)
     for batch in (x, x[:1]):
         with torch.enable_grad():
-            loss = objective(adapter.model, batch, adapter.model(batch))
             again = objective(adapter.model, batch, adapter.model(batch))
+            load_state(objective, state)
+            loss = objective(adapter.model, batch, adapter.model(batch))
+            load_state(objective, state)
         assert loss.ndim == 0, f"{name} must give one number per batch, gives shape {tuple(loss.shape)}"
         assert bool(loss.isfinite()), f"{name} must be finite on finite images, is {loss.item()}"
-        assert torch.equal(loss, again), f"{name} must give the same loss for the same images"
+        assert torch.equal(loss, again), f"{name} must give the same loss for the same images and state"
+        assert loss.requires_grad, f"{name} finds nothing to learn in these images; check it with others"
         gradients = torch.autograd.grad(loss, adapter._adapted, allow_unused=True)
         assert any(g is not None and bool(g.any()) for g in gradients), (
             f"{name} must depend on at least one parameter that it names"
         )
+
+
+def _check_gradient(name: str, adapter: Adapter, x: Tensor) -> None:
+    """One of its own: the same from the same state, of the right shapes, and nothing has moved when it is done."""
+    objective, parameters = adapter.objective, adapter._adapted
+    assert isinstance(objective, ComputesGradient)
+    before, state = _tensors(adapter.model), state_of(objective)
+    found = []
+    for _ in range(2):
+        load_state(objective, state)
+        with torch.enable_grad():
+            found.append(objective.gradient(adapter.model, x, adapter.model(x), parameters))
+        assert _same(_tensors(adapter.model), before), f"{name}.gradient must leave the network as it was"
+    load_state(objective, state)
+    (loss, gradient), (again, repeated) = found
+    assert loss.ndim == 0, f"{name}.gradient must give one loss per batch, gives shape {tuple(loss.shape)}"
+    assert len(gradient) == len(parameters), f"{name}.gradient must give one for each of {len(parameters)} parameters"
+    for part, same, parameter in zip(gradient, repeated, parameters, strict=True):
+        assert part is None or part.shape == parameter.shape, f"{name}.gradient must have the shapes of the parameters"
+        assert (part is None) == (same is None), f"{name}.gradient must give the same for the same images and state"
+        assert part is None or same is None or torch.equal(part, same), (
+            f"{name}.gradient must give the same for the same images and state"
+        )
+    assert torch.equal(loss, again), f"{name}.gradient must give the same loss for the same images and state"
 
 
 def _check_step(name: str, adapter: Adapter, x: Tensor) -> None:

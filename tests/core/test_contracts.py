@@ -8,11 +8,12 @@ import torch
 
 import networks
 from dltta import Adapter, Fixed, MemoryBank, Proportional
+from dltta.core.gradients import differentiated, displaced
 from dltta.errors import NonFiniteError, SettingError
 from dltta.models.statistics import Running
 from dltta.objectives import PTBN, Tent
 from dltta.testing import check_objective, check_rate
-from methods import Annotated, GradientNorm, LayerWise, MeanTeacher, Prototypes
+from methods import Annotated, GradientNorm, LayerWise, Lookahead, MeanTeacher, Prototypes
 from networks import stream, trained
 
 IMAGES = stream((1, 1, 8, 8), 6)
@@ -206,6 +207,156 @@ def test_the_memory_compares_the_networks_own_predictions_also_with_a_teacher():
         own = adapter.model(IMAGES[0]).softmax(1)
     assert not torch.allclose(adapter.predict(IMAGES[0]).softmax(1), own)
     torch.testing.assert_close(adapter.memory.state_dict()["values"][0], own[0])
+
+
+# a method that looks at the images first
+
+
+class Brightness(Tent):
+    """Starts every batch with a shift that fits it, and counts them."""
+
+    def __init__(self):
+        super().__init__()
+        object.__setattr__(self, "met", [])
+
+    def before_batch(self, model, x):
+        model.encoder[1].bias.fill_(x.mean().item())
+        self.met.append(x.mean().item())
+
+    def state_dict(self):
+        return {"met": self.met}
+
+    def load_state_dict(self, state):
+        self.met[:] = state["met"]
+
+
+def test_a_method_meets_each_batch_once_before_the_first_pass():
+    adapter = Adapter(trained(networks.Segmenter()), Brightness(), Fixed(0.0), steps=2)
+    for x in IMAGES[:2]:
+        adapter.step(x)
+        assert torch.equal(adapter.model.encoder[1].bias, torch.full((4,), x.mean().item()))
+    assert adapter.objective.met == [x.mean().item() for x in IMAGES[:2]]
+
+
+def test_what_a_method_did_before_a_batch_that_fails_is_undone():
+    adapter = Adapter(trained(networks.Segmenter()), Brightness(), Fixed(0.0))
+    adapter.step(IMAGES[0])
+    adapter.rate = lambda signals: math.nan
+    with pytest.raises(NonFiniteError):
+        adapter.step(IMAGES[1])
+    assert torch.equal(adapter.model.encoder[1].bias, torch.full((4,), IMAGES[0].mean().item()))
+    assert len(adapter.objective.met) == 1
+
+
+# a method with a gradient of its own
+
+
+class Quadratic(torch.nn.Module):
+    """Logits w for any image."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.tensor([2.0, -1.0, 0.5]))
+
+    def forward(self, x):
+        return self.w.expand(len(x), 3)
+
+
+class CubeAhead:
+    """The loss Σ w³; its gradient 3 w² is taken at w + 1."""
+
+    fails = False
+
+    def prepare(self, model):
+        return [model.w]
+
+    def __call__(self, model, x, logits):
+        return logits[0].pow(3).sum()
+
+    def gradient(self, model, x, logits, parameters):
+        with displaced(parameters, [torch.ones(3)]):
+            loss, gradient = differentiated(self(model, x, model(x)), parameters)
+            if self.fails:
+                raise RuntimeError("out of paper")
+        return loss, gradient
+
+
+def test_a_gradient_from_elsewhere_is_applied_here_by_hand():
+    adapter = Adapter(Quadratic(), CubeAhead(), Fixed(0.01))
+    step = adapter.step(torch.zeros(1, 1))
+    assert step.loss == pytest.approx(27 + 0 + 1.5**3)  # at (3, 0, 1.5)
+    torch.testing.assert_close(adapter.model.w.detach(), torch.tensor([2 - 0.27, -1.0, 0.5 - 0.0675]))
+
+
+def test_a_gradient_of_its_own_keeps_the_contract():
+    for network in (networks.Segmenter, networks.Classifier):
+        check_objective(Lookahead(), trained(network()), torch.cat(IMAGES[:3]))
+
+
+def test_a_gradient_that_fails_leaves_the_parameters_as_they_were():
+    adapter = Adapter(Quadratic(), CubeAhead(), Fixed(0.01))
+    adapter.objective.fails = True
+    with pytest.raises(RuntimeError, match="out of paper"):
+        adapter.step(torch.zeros(1, 1))
+    assert torch.equal(adapter.model.w, Quadratic().w)
+
+
+def test_displaced_parameters_return_bit_for_bit_and_none_stays():
+    parameters = [torch.nn.Parameter(torch.tensor([0.1, 1e8])), torch.nn.Parameter(torch.tensor([3.0]))]
+    with displaced(parameters, [torch.tensor([1e8, 0.1]), None]):
+        assert parameters[0].tolist() == [1e8, 1e8]
+        assert parameters[1].tolist() == [3.0]
+    assert torch.equal(parameters[0], torch.tensor([0.1, 1e8]))
+
+
+class Short(Lookahead):
+    def gradient(self, model, x, logits, parameters):
+        loss, gradient = super().gradient(model, x, logits, parameters)
+        return loss, gradient[:-1]
+
+
+class Staying(Lookahead):
+    def gradient(self, model, x, logits, parameters):
+        found = super().gradient(model, x, logits, parameters)
+        with torch.no_grad():
+            parameters[0].add_(1)
+        return found
+
+
+class Random(Lookahead):
+    def gradient(self, model, x, logits, parameters):
+        loss, gradient = super().gradient(model, x, logits, parameters)
+        return loss, [part * torch.rand(()) for part in gradient]
+
+
+@pytest.mark.parametrize(
+    ("objective", "words"), [(Short, "one for each of 4"), (Staying, "leave the network"), (Random, "give the same")]
+)
+def test_gradients_that_break_the_contract_are_caught(objective, words):
+    with pytest.raises(AssertionError, match=words):
+        check_objective(objective(), trained(networks.Segmenter()), IMAGES[0])
+
+
+def test_too_few_gradients_are_refused():
+    with pytest.raises(SettingError, match="Short gives 3 gradients for 4 parameters"):
+        Adapter(trained(networks.Segmenter()), Short(), Fixed(0.1)).step(IMAGES[0])
+
+
+class Elsewhere(Tent):
+    """Also looks at other images on its way."""
+
+    def __call__(self, model, x, logits):
+        model(x + 3)
+        return super().__call__(model, x, logits)
+
+
+def test_passes_of_a_loss_do_not_count_for_the_statistics_of_the_stream():
+    ours, plain = (
+        Adapter(trained(networks.Segmenter()), objective(Running(0.5)), Fixed(0.1), predict="before")
+        for objective in (Elsewhere, Tent)
+    )
+    for x in IMAGES:
+        assert torch.equal(ours(x), plain(x))
 
 
 # a method without a loss
@@ -403,3 +554,85 @@ def test_too_few_rates_are_refused():
 )
 def test_a_single_rate_reaches_every_group(optimizer):
     assert torch.equal(tent(Fixed(0.3), optimizer=optimizer)(IMAGES[0]), tent(Fixed(0.3))(IMAGES[0]))
+
+
+# nothing to learn, and collapse
+
+
+class Choosy(MeanTeacher):
+    """Learns from bright images only."""
+
+    def __call__(self, model, x, logits):
+        return super().__call__(model, x, logits) if x.mean() > 0 else logits.new_zeros(())
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("predict", ["after", "before"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda p: torch.optim.SGD(p, momentum=0.9, weight_decay=0.1),
+        lambda p: torch.optim.Adam(p, weight_decay=0.1),
+    ],
+)
+def test_a_loss_without_a_graph_moves_nothing_and_asks_no_rate(optimizer, predict, steps):
+    asked = []
+    adapter = Adapter(
+        trained(networks.Segmenter()),
+        Choosy(),
+        lambda d: asked.append(d) or 0.1,
+        optimizer=optimizer,
+        predict=predict,
+        steps=steps,
+    )
+    learned = adapter.step(IMAGES[1] + 5)
+    assert learned.rate == 0.1
+    before, momenta = tensors(adapter), copy.deepcopy(adapter.get_extra_state()["optimizer"])
+    step = adapter.step(IMAGES[1] - 5)
+    assert len(asked) == steps
+    assert [(update.loss, update.rate) for update in step.updates] == [(0.0, 0.0)] * steps
+    assert same(tensors(adapter), before)  # the teacher and its generator too
+    after = adapter.get_extra_state()["optimizer"]
+    for mine, theirs in zip(after["state"].values(), momenta["state"].values(), strict=True):
+        assert all(torch.equal(torch.as_tensor(mine[key]), torch.as_tensor(theirs[key])) for key in theirs)
+    assert torch.equal(step.logits, adapter.predict(IMAGES[1] - 5))
+
+
+class Collapsing(Tent):
+    """Counts its losses and gives up at the third."""
+
+    count = 0
+
+    def __call__(self, model, x, logits):
+        object.__setattr__(self, "count", self.count + 1)
+        return super().__call__(model, x, logits)
+
+    def collapsed(self):
+        return self.count == 3
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        object.__setattr__(self, "count", state["count"])
+
+
+def test_a_collapsed_network_returns_to_the_source_with_optimizer_and_objective():
+    def make():
+        return Adapter(
+            trained(networks.Segmenter()),
+            Collapsing(),
+            Fixed(0.1),
+            optimizer=lambda p: torch.optim.SGD(p, momentum=0.9),
+            predict="before",
+        )
+
+    adapter = make()
+    source = [p.detach().clone() for p in adapter.adapted_parameters().values()]
+    for x in IMAGES[:3]:
+        adapter.step(x)
+    assert same([p.detach() for p in adapter.adapted_parameters().values()], source)
+    assert adapter.objective.count == 0
+    fresh = make()
+    for x in IMAGES[3:]:
+        assert torch.equal(adapter(x), fresh(x))

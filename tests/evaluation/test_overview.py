@@ -69,7 +69,7 @@ def test_what_is_missing_is_said_in_words(tmp_path):
     seen = overview(open_model(own_code(tmp_path, "nn.Conv2d(1, 2, 1)"), untrained=True))
     assert seen.network.feature_layer is None
     found = checks(seen)
-    assert [method for method, check in found.items() if check.works] == ["source"]
+    assert [method for method, check in found.items() if check.works] == ["source", "cotta"]
     assert "no layer normalizes by statistics of the training set" in found["ptbn"].reason
     assert "no normalization layer with scale and shift" in found["tent"].reason
     assert "has no rotation head, which TTT needs" in found["ttt"].reason

@@ -1,12 +1,21 @@
 """What a source model does on source images, against loops."""
 
+import copy
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 import networks
+from dltta import Adapter, Fixed
+from dltta.core.objectives.eata import EATA
+from dltta.data.preprocessing import Preprocessing
 from dltta.errors import SettingError
 from dltta.models.calibration import Calibration, LayerSamples, OODScore
+from dltta.models.io.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from dltta.models.nets.architecture import Architecture
+from dltta.models.normalization import use_test_statistics
 from dltta.training.calibration import (
     calibrate,
     entropy_levels,
@@ -198,3 +207,66 @@ def test_a_network_without_batch_normalization_has_no_layers_to_look_at():
     assert found.layers == {}
     assert found.predictions["ood_score"] is None
     assert found.predictions["discrepancy"] is None
+
+
+# Fisher information
+
+
+def squared_gradients(model, x):
+    """Of the cross-entropy to the network's own classes, by parameter name, with batch statistics."""
+    network = copy.deepcopy(model)
+    use_test_statistics(network)
+    named = {name: p for name, p in network.named_parameters() if name.split(".")[1] == "1"}
+    logits = network(x)
+    loss = torch.nn.functional.cross_entropy(logits, logits.argmax(1))
+    return {n: g.square() for n, g in zip(named, torch.autograd.grad(loss, list(named.values())), strict=True)}
+
+
+def test_fisher_information_of_dense_predictions_is_of_single_images():
+    model = trained(networks.Segmenter())
+    found = calibrate(model, IMAGES[:3]).fisher
+    parts = [squared_gradients(model, image[None]) for image in IMAGES[:3]]
+    assert set(found) == {"encoder.1.weight", "encoder.1.bias", "bottleneck.1.weight", "bottleneck.1.bias"}
+    for name, value in found.items():
+        torch.testing.assert_close(value, sum(part[name] for part in parts) / 3)
+
+
+def test_fisher_information_of_whole_images_is_of_batches_and_one_left_over_is_left_out():
+    model = trained(networks.Classifier())
+    images = [x[0] for x in stream((1, 1, 8, 8), 33)]
+    found = calibrate(model, images).fisher
+    parts = [squared_gradients(model, torch.stack(images[i : i + 16])) for i in (0, 16)]
+    for name, value in found.items():
+        torch.testing.assert_close(value, (parts[0][name] + parts[1][name]) / 2)
+    assert calibrate(model, images[:1]).fisher.keys() == found.keys()
+
+
+def test_fisher_information_where_the_deepest_layer_has_one_position():
+    model = trained(networks.Segmenter())
+    small = [x[0] for x in stream((1, 1, 2, 2), 3)]
+    assert all(value.isfinite().all() for value in calibrate(model, small).fisher.values())
+
+
+def test_a_network_without_scale_and_shift_has_no_fisher_information():
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 2, 3, padding=1), torch.nn.InstanceNorm2d(2), torch.nn.Conv2d(2, 2, 1)
+    )
+    assert calibrate(model, IMAGES[:2]).fisher == {}
+
+
+def test_a_model_folder_keeps_the_fisher_information_and_older_folders_lack_it(tmp_path):
+    architecture = Architecture("unet", 2, 1, 2, {"width": 2})
+    model = architecture.build(seed=0)
+    images = [x[0] for x in stream((1, 1, 32, 32), 2)]
+    calibration = calibrate(model.eval(), images)
+    assert calibration.fisher
+    checkpoint = Checkpoint(model, architecture, "segmentation", ("a", "b"), Preprocessing(), calibration=calibration)
+    save_checkpoint(tmp_path / "new", checkpoint)
+    loaded = load_checkpoint(tmp_path / "new").calibration
+    assert loaded.checksum() == calibration.checksum()
+    assert all(torch.equal(loaded.fisher[name], value) for name, value in calibration.fisher.items())
+    older = replace(calibration, fisher={})
+    assert older.checksum() != calibration.checksum()
+    save_checkpoint(tmp_path / "old", replace(checkpoint, calibration=older))
+    assert load_checkpoint(tmp_path / "old").calibration.fisher == {}
+    Adapter(model, EATA(fisher=loaded.fisher), Fixed(1e-3)).step(images[0][None])

@@ -37,6 +37,7 @@ def training(folder, *, site=None, resume=False, report=lambda *at: None, log=la
     if site.task == "classification":
         options["growth"] = 8
     defaults = {"epochs": 3, "batch_size": 2, "validation": 0.25, "autoencoder_epochs": 2, "autoencoder_width": 8}
+    defaults |= {"denoiser_epochs": 2, "denoiser_widths": (4, 8)}
     return SourceTraining(
         [site],
         Architecture(name, site.axes, 1, 2, options),
@@ -144,7 +145,7 @@ def both(tmp_path_factory):
     """A source model trained without anything else, and one with everything."""
     folder = tmp_path_factory.mktemp("both")
     plain = training(folder / "plain", epochs=2).run()
-    return plain, training(folder / "all", epochs=2, with_=("ttt", "atta", "memory")).run()
+    return plain, training(folder / "all", epochs=2, with_=("ttt", "dtta", "atta", "memory")).run()
 
 
 def test_the_source_model_is_the_same_bits_whatever_is_trained_beside_it(both):
@@ -158,7 +159,7 @@ def test_networks_say_what_they_were_trained_with_and_which_epoch_was_best(both)
     _, checkpoint = both
     rows = checkpoint.record["history"]
     assert [(row["stage"], row["epoch"]) for row in rows] == [
-        (stage, epoch) for stage in ("task", "ttt", "atta") for epoch in (1, 2)
+        (stage, epoch) for stage in ("task", "ttt", "dtta", "denoiser", "atta") for epoch in (1, 2)
     ]
     for stage, found in (("task", checkpoint), ("ttt", checkpoint.joint)):
         assert found.record["losses"] == ["task", "rotation"][: 1 if stage == "task" else 2]
@@ -273,25 +274,29 @@ class Stop(Exception):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "moment", [("task", 2, 1), ("task", 1, 3), ("ttt", 1, 2), ("ttt", 3, 1), ("atta", 1, 2), ("atta", 2, 1)]
-)
+    "moment",
+    [
+        ("task", 2, 1), ("task", 1, 3), ("ttt", 1, 2), ("ttt", 3, 1), ("dtta", 1, 1), ("dtta", 2, 2),
+        ("denoiser", 1, 2), ("denoiser", 2, 1), ("atta", 1, 2), ("atta", 2, 1),
+    ],
+)  # fmt: skip
 def test_a_killed_training_resumes_to_the_same_weights(tmp_path, moment):
-    training(tmp_path / "whole", with_=("ttt", "atta")).run()
+    training(tmp_path / "whole", with_=("ttt", "dtta", "atta")).run()
 
     def stop(plan, epoch, batch, batches, loss):
         if (plan.stage, epoch, batch) == moment:
             raise Stop
 
     with pytest.raises(Stop):
-        training(tmp_path / "killed", with_=("ttt", "atta"), report=stop).run()
-    resumed = training(tmp_path / "killed", with_=("ttt", "atta"), resume=True).run()
+        training(tmp_path / "killed", with_=("ttt", "dtta", "atta"), report=stop).run()
+    resumed = training(tmp_path / "killed", with_=("ttt", "dtta", "atta"), resume=True).run()
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
     whole = load_checkpoint(tmp_path / "whole")
 
     def strip(rows):
         return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
-    for one, other in ((resumed, whole), (resumed.joint, whole.joint)):
+    for one, other in ((resumed, whole), (resumed.joint, whole.joint), (resumed.normalized, whole.normalized)):
         assert strip(one.record["history"]) == strip(other.record["history"])
         assert one.record["epoch"] == other.record["epoch"]
         assert one.calibration.checksum() == other.calibration.checksum()

@@ -17,10 +17,12 @@ from dltta.cli.options import (
     OwnModel,
     StreamMode,
     require_device,
+    split_settings,
     split_size,
 )
 from dltta.errors import SettingError
-from dltta.recipes import RECOMMENDED, Method, Mode, Optimizer, Recipe, Statistics, check_name, recipe_for, split_rate
+from dltta.methods import PAPER_METHODS, Method, Mode, Optimizer
+from dltta.recipes import RECOMMENDED, Recipe, Statistics, check_name, recipe_for, split_rate
 from dltta.serving.settings import Deployment, OnError, StreamSettings
 
 if TYPE_CHECKING:
@@ -38,7 +40,9 @@ class Adapting:
         typer.Option(
             metavar="NAME",
             help="recommended; source (no adaptation); ptbn (normalization statistics only); tent, ttt or atta (a "
-            "gradient step per image); or package.module:Class, an objective of your own.",
+            "gradient step per image, as in the paper); "
+            f"{', '.join(name for name in Method if name not in PAPER_METHODS)} (as their authors run them); or "
+            "package.module:Class, an objective of your own.",
         ),
     ] = RECOMMENDED
     rate: Annotated[
@@ -46,9 +50,10 @@ class Adapting:
         typer.Option(
             metavar="RULE",
             help="How large each step is. dynamic (Eq. 6 of the paper), exponential and relative (to what is usual) "
-            "follow the discrepancy to similar earlier predictions; fixed does not; or package.module:Class. "
-            "recommended brings its own.",
-            show_default="dynamic",
+            "follow the discrepancy to similar earlier predictions; aligned the agreement of two losses' "
+            "gradients; law and palm give every layer its own; fixed is the same for all; or "
+            "package.module:Class. recommended brings its own.",
+            show_default="dynamic; of methods newer than the paper fixed",
         ),
     ] = None
     alpha: Annotated[
@@ -56,7 +61,7 @@ class Adapting:
         typer.Option(
             metavar="RATE",
             help="The learning rate that the rule scales.",
-            show_default="the paper's: 1e-3 for segmentation, 3e-4 for classification",
+            show_default="the paper's: 1e-3 for segmentation, 3e-4 for classification; of newer methods their authors'",
         ),
     ] = None
     mode: Annotated[
@@ -76,10 +81,16 @@ class Adapting:
             show_default="no guard, as in the paper",
         ),
     ] = None
-    steps: Annotated[int | None, typer.Option(metavar="N", help="Gradient steps per image.", show_default="1")] = None
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", help="Gradient steps per image.", show_default="1; dtta: 500")
+    ] = None
     optimizer: Annotated[
         Optimizer | None,
-        typer.Option(metavar="NAME", help="What takes the step: sgd (Eq. 2 of the paper) or adam.", show_default="sgd"),
+        typer.Option(
+            metavar="NAME",
+            help="What takes the step: sgd (Eq. 2 of the paper) or adam.",
+            show_default="sgd; of newer methods their authors'",
+        ),
     ] = None
     statistics: Annotated[
         Statistics | None,
@@ -113,6 +124,15 @@ class Adapting:
             show_default="no; recommended: 8",
         ),
     ] = None
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="A setting of the method, such as capacity=16. Repeat for several.",
+            show_default="the method's",
+        ),
+    ] = None
     prefill: Annotated[
         bool,
         typer.Option(
@@ -142,6 +162,7 @@ class Adapting:
             batch_size=self.batch_size,
             pool=self.pool,
             prefill=self.prefill or None,
+            settings=split_settings(self.settings) or None,
         )
 
     @property

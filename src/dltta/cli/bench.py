@@ -9,7 +9,8 @@ import typer
 
 from dltta.cli.options import FLAG, MODEL_HELP, Device, Json, OwnModel, count_processes, require_device, split_names
 from dltta.errors import SettingError
-from dltta.recipes import UDA, Method, Optimizer, Recipe
+from dltta.methods import PAPER_METHODS, Method, Optimizer
+from dltta.recipes import ALL, UDA, Recipe
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,9 @@ class Compared:
         str | None,
         typer.Option(
             metavar="NAMES",
-            help="Test-time methods, with commas: source, ptbn, ttt, tent, atta, recommended, package.module:Class; or "
-            f"methods that learn with target images: {', '.join(UDA)}.",
+            help=f"Test-time methods, with commas: {', '.join(Method)}, recommended, package.module:Class; all stands "
+            "for every one that the model supports; or methods that learn with target images: "
+            f"{', '.join(UDA)}.",
             show_default="source,ptbn,ttt,tent,atta; of a given model those that it has all parts for",
         ),
     ] = None
@@ -30,8 +32,8 @@ class Compared:
         str | None,
         typer.Option(
             metavar="RULES",
-            help="Learning-rate rules, with commas: fixed, dynamic, exponential, relative, matched (fixed at the mean "
-            "of dynamic), package.module:Class. fixed:1e-2 sets the rate.",
+            help="Learning-rate rules, with commas: fixed, dynamic, exponential, relative, aligned, law, palm, "
+            "matched (fixed at the mean of dynamic), package.module:Class. fixed:1e-2 sets the rate.",
             show_default="fixed,dynamic",
         ),
     ] = None
@@ -50,7 +52,7 @@ class Compared:
         typer.Option(
             metavar="RATE",
             help="The learning rate that the rules scale.",
-            show_default="the paper's: 1e-3 for segmentation, 3e-4 for classification",
+            show_default="the paper's: 1e-3 for segmentation, 3e-4 for classification; of newer methods their authors'",
         ),
     ] = None
     optimizer: Annotated[
@@ -58,7 +60,7 @@ class Compared:
         typer.Option(
             metavar="NAME",
             help="What takes the adaptation step: sgd (Eq. 2 of the paper) or adam.",
-            show_default="sgd",
+            show_default="sgd; of newer methods their authors'",
         ),
     ] = None
     prefill: Annotated[
@@ -143,7 +145,7 @@ def bench(
 
     Examples:
         dltta bench --source data/a --target data/b -o runs/ab
-        dltta bench --source data/a --target data/b --seeds 3 -o runs/ab
+        dltta bench --source data/a --target data/b --methods all -o runs/ab
         dltta bench --model bundles/spleen --target data/b --methods source,tent -o runs/spleen
         dltta bench configs/real/nuclei_tissue.toml --data sites -j 2
     """
@@ -167,7 +169,8 @@ def bench(
     )  # fmt: skip
     model = model or table.pop("model", None)
     table |= _given_model(own, model, table)
-    needed = [*table.get("methods", list(Method)), *(["memory"] if adaptation.get("prefill") else [])]
+    asked = "with" in training
+    needed = [*table.get("methods", list(PAPER_METHODS)), *(["memory"] if adaptation.get("prefill") else [])]
     training.setdefault("with", [name for name in AUXILIARIES if name in needed])
     experiment = build(
         Experiment,
@@ -178,6 +181,8 @@ def bench(
         },
         str(config or "the command line"),
     )
+    if ALL in experiment.methods and not asked:
+        experiment = experiment.with_all_parts()
     processes, device = count_processes(running.processes, running.device), require_device(running.device)
     with bars() as listener:
         results = run_experiment(experiment, device=device, processes=processes, listener=listener)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dltta.cli.options import FLAG, DemoTask, Device, Json, count_processes, require_device
-from dltta.recipes import Optimizer
+from dltta.methods import Optimizer
 
 if TYPE_CHECKING:
     from dltta.evaluation.experiment import Experiment

@@ -5,6 +5,7 @@ it runs.
 """
 
 import inspect
+import tomllib
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
@@ -243,6 +244,20 @@ def split_size(text: str | None) -> tuple[int, ...] | None:
     if not all(part.isdigit() and int(part) > 0 for part in parts):
         raise SettingError(f"{text!r} is not a size; write 128x1024 or 80x80x80")
     return tuple(map(int, parts))
+
+
+def split_settings(given: list[str] | None) -> dict[str, Any]:
+    """NAME=VALUE with values as in TOML; a word that is none, such as single, is a string."""
+    settings: dict[str, Any] = {}
+    for text in given or []:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise SettingError(f"{text!r} is not a setting; write NAME=VALUE, such as epochs=20")
+        try:
+            settings[name.strip()] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            settings[name.strip()] = value
+    return settings
 
 
 def require_device(name: str) -> str:

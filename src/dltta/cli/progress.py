@@ -19,8 +19,9 @@ from dltta.training.fit import Plan, Report
 EVER = math.inf  # the time left is estimated from the latest 1000 updates, however long ago
 EVERY = 30.0  # seconds between two lines where there is no terminal
 STAGES = {
-    "task": "train model", "ttt": "train for TTT", "atta": "auto-encoders", "style": "restyle images",
-    "cyclegan": "translation", "udas": "align outputs", "swav": "clusters",
+    "task": "train model", "ttt": "train for TTT", "ttt++": "train for TTT++", "dtta": "train for DTTA",
+    "denoiser": "denoiser", "atta": "auto-encoders", "style": "restyle images", "cyclegan": "translation",
+    "udas": "align outputs", "swav": "clusters",
 }  # fmt: skip
 
 

@@ -1,7 +1,6 @@
 """`dltta train`: a source model, or one that learns with the target's images too."""
 
 import json
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from dltta.cli.options import (
     Schedule,
     require_device,
     split_names,
+    split_settings,
     split_size,
 )
 from dltta.errors import SettingError
@@ -79,7 +79,8 @@ class Training:
             "--with",
             metavar="NAMES",
             help="Also train what test-time methods need: ttt (a second network with a rotation head, which takes as "
-            "long again), atta (auto-encoders). memory keeps features and predictions of source images. Several: "
+            "long again), ttt++ (likewise, with a contrastive task), dtta (likewise, behind an image normalizer, and a "
+            "denoiser), atta (auto-encoders). memory keeps features and predictions of source images. Several: "
             "ttt,atta.",
             show_default="none",
         ),
@@ -245,7 +246,7 @@ def train(
     architecture = default_architecture(datasets[0], built.network or setup.network, options)
     preprocessing = default_preprocessing(datasets[0], split_size(built.size) or setup.size)
     where = torch.device(require_device(device))
-    method = _method(with_target.uda or setup.uda, {**setup.uda_settings, **_settings(with_target.uda_settings)})
+    method = _method(with_target.uda or setup.uda, {**setup.uda_settings, **split_settings(with_target.uda_settings)})
     targets = [open_target(spec) for spec in with_target.targets or setup.targets]
     start = load_checkpoint(with_target.source_model) if with_target.source_model else None
     _require_fitting(method, bool(targets), bool(start), bool(training.with_))
@@ -289,20 +290,6 @@ def _method(name: str | None, settings: dict[str, Any]) -> "UDAMethod | None":
     if name is None and settings:
         raise SettingError("--uda-setting is for methods that learn with target images; add --uda")
     return None if name is None else make_uda(name, settings)
-
-
-def _settings(given: list[str] | None) -> dict[str, Any]:
-    """NAME=VALUE with values as in TOML; a word that is none, such as single, is a string."""
-    settings: dict[str, Any] = {}
-    for text in given or []:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise SettingError(f"{text!r} is not a setting; write NAME=VALUE, such as epochs=20")
-        try:
-            settings[name.strip()] = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
-            settings[name.strip()] = value
-    return settings
 
 
 @contextmanager

@@ -7,13 +7,14 @@ from torch import Tensor, nn
 
 from dltta.core.adapted import AdaptedNetwork, Layout, OptimizerFactory
 from dltta.core.discrepancy import batch_discrepancy
+from dltta.core.gradients import Gradient, reached
 from dltta.core.memory import MemoryBank
 from dltta.core.objectives.objective import Objective, Preparation
 from dltta.core.passes import accept, run
 from dltta.core.rates import AnyRate, Signals, ask, mean_rate
 from dltta.core.snapshot import load_state, state_of
 from dltta.core.step import Step, Update
-from dltta.core.update import Gradient, after_update, loss_gradient, move, predicted
+from dltta.core.update import after_update, before_batch, collapsed, loss_gradient, move, predicted
 from dltta.errors import SettingError
 from dltta.models.features import Seen
 from dltta.models.predictions import probabilities
@@ -74,18 +75,27 @@ class Adapter(AdaptedNetwork):
 
     def _adapt(self, x: Tensor) -> tuple[Seen, tuple[Update, ...]]:
         """Algorithm 1 for one batch, up to the memory."""
+        before_batch(self.objective, self.model, x)
         seen = self._forward(x, learning=self.steps > 0)  # q = h(x), v = g(q) with θ_t
         updates = []
         for remaining in reversed(range(self.steps)):
             discrepancy = self._discrepancy(seen)  # Eq. (3), (4), (5)
-            loss, gradient = loss_gradient(self.objective, self.model, x, seen.logits, self._adapted)
-            rates = ask(self.rate, self._signals(x, seen, discrepancy, loss, gradient))  # Eq. (6)
-            move(self._optimizer, self._adapted, gradient, rates)  # Eq. (2)
-            after_update(self.objective, self.model)
+            with self._unnoticed():
+                loss, gradient = loss_gradient(self.objective, self.model, x, seen.logits, self._adapted)
+                rates = ask(self.rate, self._signals(x, seen, discrepancy, loss, gradient))  # Eq. (6)
+            moved = move(self._optimizer, self._adapted, gradient, rates)  # Eq. (2)
+            if moved:
+                self._follow_update()
             updates.append(Update(loss, discrepancy, mean_rate(rates)))
-            if remaining or self._predict_from == "after":
+            if remaining or (moved and self._predict_from == "after"):
                 seen = self._forward(x, learning=remaining > 0)  # with θ_{t+1}
         return seen, tuple(updates)
+
+    def _follow_update(self) -> None:
+        """What the objective does now that the network has moved; a collapsed network returns to the source."""
+        after_update(self.objective, self.model)
+        if collapsed(self.objective):
+            self._source.restore()
 
     def predict(self, x: Tensor) -> Tensor:
         """The prediction (B, C, *positions) of the network as it now is, learning nothing and changing nothing."""
@@ -130,9 +140,11 @@ class Adapter(AdaptedNetwork):
         return None if reference is None else batch_discrepancy(prediction, reference, positions=self.memory.positions)
 
     def _signals(self, x: Tensor, seen: Seen, discrepancy: float | None, loss: float, gradient: Gradient) -> Signals:
-        reached = {name: part for name, part in zip(self._names, gradient, strict=True) if part is not None}
+        auxiliary = getattr(self.objective, "auxiliary_gradient", None)
+        second = None if auxiliary is None else reached(self._names, auxiliary)
         parameters = {name: part.detach() for name, part in zip(self._names, self._adapted, strict=True)}
-        return Signals(discrepancy, loss, reached, parameters, self.model, x, seen.logits.detach())
+        first = reached(self._names, gradient)
+        return Signals(discrepancy, loss, first, parameters, self.model, x, seen.logits.detach(), second)
 
     @torch.no_grad()
     def _remember(self, seen: Seen) -> None:

@@ -1,10 +1,11 @@
 """5 rate. How large should the update for this image be?
 
 A learning rate is anything that can be called and gives a finite number ≥ 0. It is asked once per update, when the
-gradient is known. One whose argument is called `signals`, or annotated `Signals`, gets all that is known about the
-update; any other gets the discrepancy of the current batch alone, None while the memory is not ready. A rate with
-`needs_memory = True` is refused by an adapter without memory; one with `per_parameter = True` gives a number for each
-adapted parameter. A rate that remembers something has `state_dict()` and `load_state_dict(state)`.
+gradient is known; not for a batch that the objective learns nothing from, whose rate is 0. One whose argument is called
+`signals`, or annotated `Signals`, gets all that is known about the update; any other gets the discrepancy of the
+current batch alone, None while the memory is not ready. A rate with `needs_memory = True` is refused by an adapter
+without memory; one with `per_parameter = True` gives a number for each adapted parameter. A rate that remembers
+something has `state_dict()` and `load_state_dict(state)`.
 """
 
 import inspect
@@ -30,6 +31,7 @@ class Signals:
     model: nn.Module  # the adapted network, before the update
     images: Tensor  # (B, C, *spatial)
     logits: Tensor  # (B, C, *positions), of the pass before the update; detached
+    auxiliary: Mapping[str, Tensor] | None = None  # a second gradient, if the objective computes one on its way
 
 
 class LearningRate(Protocol):
@@ -60,7 +62,9 @@ def takes_signals(rate: AnyRate) -> bool:
 
 
 def ask(rate: AnyRate | None, signals: Signals) -> list[float]:
-    """The rate of every adapted parameter; all alike unless the rate gives each its own."""
+    """The rate of every adapted parameter; all alike unless the rate gives each its own, 0 if none has a gradient."""
+    if not signals.gradient:
+        return [0.0] * len(signals.parameters)
     if rate is None:
         raise SettingError("a step needs a learning rate; pass Fixed(1e-3), for example")
     question: Callable[[Any], Any] = rate
@@ -92,7 +96,7 @@ class Fixed:
     needs_memory: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _require_rate("rate", self.rate)
+        require_rate("rate", self.rate)
 
     def __call__(self, discrepancy: float | None, /) -> float:
         return self.rate
@@ -107,8 +111,8 @@ class Proportional:
     needs_memory: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _require_rate("alpha", self.alpha)
-        _require_rate("initial", self.alpha if self.initial is None else self.initial)
+        require_rate("alpha", self.alpha)
+        require_rate("initial", self.alpha if self.initial is None else self.initial)
 
     def __call__(self, discrepancy: float | None, /) -> float:
         if discrepancy is None:
@@ -129,8 +133,8 @@ class Exponential:
     needs_memory: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _require_rate("alpha", self.alpha)
-        _require_rate("initial", self.alpha if self.initial is None else self.initial)
+        require_rate("alpha", self.alpha)
+        require_rate("initial", self.alpha if self.initial is None else self.initial)
 
     def __call__(self, discrepancy: float | None, /) -> float:
         if discrepancy is None:
@@ -151,7 +155,7 @@ class Relative:
     needs_memory: ClassVar[bool] = True
 
     def __init__(self, alpha: float, *, level: float | None = None, window: int = 20, bound: float = 4.0) -> None:
-        _require_rate("alpha", alpha)
+        require_rate("alpha", alpha)
         if level is not None and not (math.isfinite(level) and level > 0):
             raise SettingError(f"level must be a positive number, got {level!r}")
         if window < 1 or bound < 1:
@@ -173,6 +177,7 @@ class Relative:
         self.level = state["level"]
 
 
-def _require_rate(name: str, value: float) -> None:
+def require_rate(name: str, value: float) -> None:
+    """Raise `SettingError` unless a learning rate can be this number."""
     if not (math.isfinite(value) and value >= 0):
         raise SettingError(f"{name} must be a finite number ≥ 0, got {value!r}; the paper uses 1e-3 and 3e-4")

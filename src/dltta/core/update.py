@@ -5,12 +5,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from dltta.core.objectives.objective import FollowsUpdates, Objective, Predicts, Preparation
+from dltta.core.gradients import Gradient, differentiated
+from dltta.core.objectives.objective import (
+    ComputesGradient,
+    FollowsUpdates,
+    MeetsBatches,
+    Objective,
+    Predicts,
+    Preparation,
+    Recovers,
+)
 from dltta.core.passes import require_finite
 from dltta.errors import NonFiniteError, SettingError
 from dltta.models.predictions import all_finite
 
-Gradient = list[Tensor | None]  # one for each adapted parameter, None where the loss does not reach
+
+@torch.no_grad()
+def before_batch(objective: object, model: nn.Module, x: Tensor) -> None:
+    """What the objective does once the images are known, if anything."""
+    if isinstance(objective, MeetsBatches):
+        objective.before_batch(model, x)
 
 
 def loss_gradient(
@@ -20,11 +34,14 @@ def loss_gradient(
     if not isinstance(objective, Objective):
         raise SettingError(f"{type(objective).__name__} has no loss to take a step on")
     with torch.enable_grad():
-        loss = objective(model, x, logits)
+        if isinstance(objective, ComputesGradient):
+            loss, gradient = objective.gradient(model, x, logits, adapted)
+        else:
+            loss, gradient = differentiated(objective(model, x, logits), adapted)
     if not loss.isfinite():
         raise NonFiniteError(f"the loss is {loss.item()}")
-    with torch.autocast(x.device.type, enabled=False):
-        gradient: Gradient = list(torch.autograd.grad(loss, adapted, allow_unused=True))
+    if len(gradient) != len(adapted):
+        raise SettingError(f"{type(objective).__name__} gives {len(gradient)} gradients for {len(adapted)} parameters")
     if not all(all_finite(part) for part in gradient if part is not None):
         raise NonFiniteError("the gradient has NaN or infinite values")
     return loss.item(), gradient
@@ -35,10 +52,15 @@ def move(
     adapted: Sequence[nn.Parameter],
     gradient: Gradient,
     rates: Sequence[float],
-) -> None:
-    """One optimizer step; `rates` has one for each parameter, all alike for those of one group."""
+) -> bool:
+    """One optimizer step; `rates` has one for each parameter, all alike for those of one group.
+
+    Without any gradient there is no step, and what the optimizer remembers does not move the parameters either.
+    """
     if optimizer is None:
         raise SettingError("the objective names no parameter to move")
+    if all(part is None for part in gradient):
+        return False
     rate_of = dict(zip(adapted, rates, strict=True))
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -48,6 +70,7 @@ def move(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     torch.clear_autocast_cache()  # else the next pass under autocast would still see the old weights
+    return True
 
 
 @torch.no_grad()
@@ -55,6 +78,11 @@ def after_update(objective: object, model: nn.Module) -> None:
     """What the objective does once the network has moved, if anything."""
     if isinstance(objective, FollowsUpdates):
         objective.after_update(model)
+
+
+def collapsed(objective: object) -> bool:
+    """Whether the objective finds that the network must return to the source."""
+    return isinstance(objective, Recovers) and objective.collapsed()
 
 
 @torch.no_grad()

@@ -24,8 +24,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dltta.config import (
+    build,
     default_architecture,
     default_preprocessing,
     make_adapter,
@@ -38,12 +40,14 @@ from dltta.errors import DataError, DlttaError, SettingError
 from dltta.evaluation.examples import Example, Keep, gather_examples
 from dltta.evaluation.files import require_site, run_files
 from dltta.evaluation.formats import csv_text, latex, markdown
+from dltta.evaluation.overview import check_method
 from dltta.evaluation.provenance import Provenance, checksum
 from dltta.evaluation.report import write_report
 from dltta.evaluation.results import Results, StreamResult
 from dltta.evaluation.run import StreamRecord, run_stream
 from dltta.evaluation.tables import by_target, method_label
 from dltta.files import write_atomically
+from dltta.methods import PAPER_METHODS, Method
 from dltta.metrics import SCORING
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
 from dltta.models.io.fingerprint import fingerprint
@@ -51,24 +55,34 @@ from dltta.models.io.opened import OpenedModel
 from dltta.models.io.opening import ModelSource, open_checkpoint
 from dltta.predictor import Predictor
 from dltta.recipes import (
+    ALL,
     MATCHED,
     NO_RATE,
     RECOMMENDED,
     UDA,
     WITHOUT_RATE,
-    Method,
     Recipe,
     Rule,
     check_name,
     recommended,
     split_rate,
+    usual_rate,
 )
 from dltta.training import SourceTraining, TrainingSettings
 from dltta.training.examples import gather, split_by_group
 from dltta.training.fit import Report
+from dltta.training.settings import AUXILIARIES
 from dltta.training.uda import UDATraining
 from dltta.version import __version__
 
+CURVES = {  # of the report, by stage of training: what is drawn, and its key in the history
+    "task": ("task loss", "task"),
+    "ttt": ("rotation loss", "rotation"),
+    "ttt++": ("contrast loss", "contrast"),
+    "dtta": ("task loss behind the normalizer", "task"),
+    "denoiser": ("denoising error", "validation"),
+    "atta": ("reconstruction error", "validation"),
+}
 VALIDATION = "validation"  # as a target: the source cases that training did not see
 
 
@@ -88,7 +102,7 @@ class Experiment:
     work: str | None = None
     root: str | None = None  # where it is does not decide what comes out: not part of the description
     in_domain: str = VALIDATION
-    methods: tuple[str, ...] = tuple(map(str, Method))
+    methods: tuple[str, ...] = tuple(map(str, PAPER_METHODS))  # "all" stands for those that the model supports
     rates: tuple[str, ...] = ("fixed", "dynamic")
     seeds: int = 1
     orders: int = 1
@@ -99,10 +113,15 @@ class Experiment:
     training: TrainingSettings = field(default_factory=TrainingSettings)
     adaptation: Recipe = field(default_factory=Recipe)  # what all methods but `recommended` share
     uda: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # settings of methods that learn with targets
+    recipes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by test-time method: what it has alone
+    left_out: Mapping[str, str] = field(default_factory=dict)  # methods of "all" that the model does not support: why
 
     def __post_init__(self) -> None:
         for method in self.methods:
-            check_name("method", method, (*Method, *UDA, RECOMMENDED))
+            check_name("method", method, (*Method, *UDA, RECOMMENDED, ALL))
+        for method, values in self.recipes.items():
+            check_name("method", method, Method)
+            build(Recipe, values, f"[recipes.{method}]")
         for method, settings in self.uda.items():
             make_uda(method, settings)
         for rate in self.rates:
@@ -160,22 +179,43 @@ class Experiment:
         return jobs
 
     def _rates(self, method: str) -> tuple[str, ...]:
-        """Those of a method; `recommended` brings its own. Dynamic comes before matched."""
+        """Those of a method; `recommended` brings its own, and a method whose authors have a rule of their own runs
+        with that too. Dynamic comes before matched.
+        """
         if method in (*WITHOUT_RATE, RECOMMENDED):
             return (NO_RATE,)
-        return tuple(sorted(self.rates, key=lambda rate: rate == MATCHED))
+        own = usual_rate(method)
+        extra = () if own in (Rule.FIXED, Rule.DYNAMIC, *self.rates) else (own,)
+        return (*extra, *sorted(self.rates, key=lambda rate: rate == MATCHED))
 
     def recipe(self, job: "Job") -> Recipe:
         """What a stream is run with; a matched one's α is known once its dynamic stream has run."""
         if job.method == RECOMMENDED:
             return replace(recommended(), batch_size=self.adaptation.batch_size)
+        shared = replace(self.adaptation, method=job.method, **self.recipes.get(job.method, {}))
         if job.rate == NO_RATE:
-            return replace(self.adaptation, method=job.method)
+            return shared
         rule, alpha = split_rate(job.rate)
         rule = Rule.FIXED if rule == MATCHED else rule
-        return replace(
-            self.adaptation, method=job.method, rate=rule, alpha=self.adaptation.alpha if alpha is None else alpha
-        )
+        return replace(shared, rate=rule, alpha=shared.alpha if alpha is None else alpha)
+
+    def with_all_parts(self) -> "Experiment":
+        """With all that any method of the task needs trained beside the source model."""
+        task = self.open(self.source[0]).task
+        parts = [str(each.facts.part) for each in Method if each.facts.part and task in each.facts.tasks]
+        with_ = tuple(name for name in AUXILIARIES if name in (*parts, *self.training.with_))
+        return replace(self, training=replace(self.training, with_=with_))
+
+    def for_model(self, model: Checkpoint) -> "Experiment":
+        """With the methods that this model supports in the place of "all"; the others are left out with the reason."""
+        if ALL not in self.methods:
+            return self
+        sample = _sample(self, model)
+        checks = [check_method(open_checkpoint(model, "the source model"), method, sample) for method in Method]
+        works = tuple(check.method for check in checks if check.works)
+        named = tuple(method for method in self.methods if method not in (ALL, *works, RECOMMENDED))
+        reasons = {check.method: check.reason or "" for check in checks if not check.works}
+        return replace(self, methods=(*works, RECOMMENDED, *named), left_out=reasons)
 
 
 @dataclass(frozen=True)
@@ -250,6 +290,7 @@ def run_experiment(
     """Train what is not trained, run what is not run, and write results, tables and report (with `notes` on top)."""
     listener = listener or Listener()
     bench, models = prepare(experiment, device, listener)
+    experiment = bench.experiment
     jobs = experiment.jobs()
     waiting = [job for job in jobs if not bench.stream_file(job).is_file()]
     tick = listener.streams(len(jobs))
@@ -277,6 +318,7 @@ def prepare(
     if experiment.model is not None:
         return _prepare_given(experiment, experiment.model), {}
     models = {seed: train_source(experiment, seed, device, listener.training(seed)) for seed in range(experiment.seeds)}
+    experiment = experiment.for_model(models[0])
     weights = {f"seed_{seed}": _weights(model) for seed, model in models.items()}
     for job in experiment.jobs():
         if job.model not in weights:
@@ -284,11 +326,11 @@ def prepare(
             weights[job.model] = _weights(train_uda(experiment, job, models[job.seed], device, report))
     measured = {
         f"seed_{seed}": "".join(
-            each.calibration.checksum() for each in (model, model.joint) if each and each.calibration
+            each.calibration.checksum() for each in (model, *model.others().values()) if each.calibration
         )
         for seed, model in models.items()
     }
-    networks = {"source": models[0], "ttt": models[0].joint}
+    networks = {"source": models[0], **models[0].others()}
     losses = {name: network.record["losses"] for name, network in networks.items() if network is not None}
     return Bench(experiment, weights, _data(experiment, models), measured, losses), models
 
@@ -398,7 +440,8 @@ def _dynamic_mean(bench: Bench, job: Job, device: str) -> float:
     if not bench.stream_file(dynamic).is_file():
         run_job(bench, dynamic, device)
     (stream,) = Results.load(bench.stream_file(dynamic)).streams
-    return fmean(case.rate for case in stream.cases if case.rate is not None)
+    rates = [case.rate for case in stream.cases if case.rate is not None]
+    return fmean(rates) if rates else 0.0  # nothing was updated: no rate matters
 
 
 def open_stream(experiment: Experiment, job: Job, device: str) -> tuple[Checkpoint, Dataset, list[int]]:
@@ -450,14 +493,10 @@ def training_curves(checkpoint: Checkpoint) -> dict[str, list[float]]:
     """What the report draws of source training: each loss by epoch."""
     curves: dict[str, list[float]] = {}
     for row in checkpoint.record.get("history", []):
-        if row["stage"] == "ttt":
-            curves.setdefault("rotation loss", []).append(row["rotation"])
-        elif row["stage"] == "task":
-            curves.setdefault("task loss", []).append(row["task"])
-            if row["score"] is not None:
-                curves.setdefault(f"validation {checkpoint.record['metric']}", []).append(row["score"])
-        else:
-            curves.setdefault("reconstruction error", []).append(row["validation"])
+        name, key = CURVES[row["stage"]]
+        curves.setdefault(name, []).append(row[key])
+        if row["stage"] == "task" and row["score"] is not None:
+            curves.setdefault(f"validation {checkpoint.record['metric']}", []).append(row["score"])
     return curves
 
 
@@ -484,6 +523,16 @@ def _dataset(experiment: Experiment, target: str, seed: int, checkpoint: Checkpo
     name = "+".join(site.site for site in sites)
     held_out = Cases(tuple(cases[i] for i in chosen), name, sites[0].task, sites[0].classes)
     return Mapped(held_out, checkpoint.preprocessing.case)
+
+
+def _sample(experiment: Experiment, checkpoint: Checkpoint) -> Tensor:
+    """What the network would get first: one image of the first target, or two where it takes batches."""
+    dataset = _dataset(experiment, experiment.targets[0], 0, checkpoint)
+    images = [dataset[i].image for i in range(1 if checkpoint.task == "segmentation" else min(2, len(dataset)))]
+    if (patch := experiment.training.patch) is not None:
+        for axis, size in enumerate(patch, start=1):
+            images = [image.narrow(axis, 0, min(size, image.shape[axis])) for image in images]
+    return torch.stack(images).float()
 
 
 def _data(experiment: Experiment, models: Mapping[int, Checkpoint]) -> dict[tuple[str, int], str]:

@@ -15,11 +15,11 @@ from dltta.core.objectives import Objective
 from dltta.core.rates import Fixed
 from dltta.errors import DlttaError
 from dltta.evaluation.card import missing_parts
+from dltta.methods import Method
 from dltta.models.inspection import Layer, NetworkSummary, count, statistics_changed, summarize
 from dltta.models.io.checkpoint import training_words
 from dltta.models.io.opened import OpenedModel
 from dltta.models.io.probing import SIZES, noise
-from dltta.recipes import Method
 
 MEMORY = 20  # images in the memory of the paper's segmentations
 
@@ -94,12 +94,13 @@ def overview(
     checks = []
     for number, method in enumerate(Method):
         progress(number, len(Method))
-        checks.append(_check(opened, method, x))
+        checks.append(check_method(opened, method, x))
     progress(len(Method), len(Method))
     return Overview(opened, chosen, known is None, network, tuple(checks))
 
 
-def _check(opened: OpenedModel, method: str, x: Tensor) -> MethodCheck:
+def check_method(opened: OpenedModel, method: str, x: Tensor) -> MethodCheck:
+    """Whether a method works with a model, by one step on images x (B, C, *spatial)."""
     try:
         opened = opened.for_method(method)
         objective = make_objective(method, opened)

@@ -19,6 +19,7 @@ from dltta.evaluation.comparison import (
     worst_site,
 )
 from dltta.evaluation.results import SOURCE, Results, StreamResult, case_means, case_patients, summarize
+from dltta.methods import METHODS, Method
 from dltta.metrics import (
     CLASSIFICATION_METRICS,
     DISTANCES,
@@ -31,16 +32,14 @@ from dltta.quality.decision import SEVERITY
 
 SIGNIFICANT = 0.05
 PLAIN_RATES = ("none", "fixed")  # a method with one of these goes by its name
-NAMES = {
-    "source": "Source",
-    "ptbn": "PTBN",
-    "tent": "Tent",
-    "ttt": "TTT",
-    "atta": "ATTA",
+FIRST = ("source", "ptbn", "tent", "ttt", "atta")
+NAMES = {  # in an order that only grows at its end: colors follow it
+    **{name: METHODS[name].facts.title for name in FIRST},
     "uda-st": "UDA-ST",
     "cyclegan": "CycleGAN",
     "udas": "UDAS",
     "uda-swav": "UDA-SwAV",
+    **{str(method): method.facts.title for method in Method if method not in FIRST},
 }
 SEE_TARGET = ("uda-st", "cyclegan", "udas", "uda-swav")  # trained with the images that they are tested on
 TITLES = {"dice": "Dice", "hd95": "HD95", "asd": "ASD", "auc": "AUC", "f1": "F1"}
@@ -334,6 +333,7 @@ def _notes(results: Results, rows: Sequence[Row], columns: Sequence[Column]) -> 
     notes.extend(_count_notes(results, columns))
     notes.extend(_different_cases_notes(results, columns))
     notes.extend(_decision_notes(results, columns))
+    notes.extend(f"{NAMES[name]} left out: {why}" for name, why in results.config.get("left_out", {}).items())
     notes.extend(_training_notes(results, {row.method for row in rows}))
     if (seeing := target_note(row.method for row in rows)) is not None:
         notes.append(seeing)
@@ -345,8 +345,9 @@ def _training_notes(results: Results, methods: Collection[str]) -> Iterator[str]
     losses: Mapping[str, Sequence[str]] = results.config.get("trained_with", {})
     if "source" in losses:
         yield f"Source: trained with {training_words(losses['source'])}."
-    if "ttt" in losses and "ttt" in methods:
-        yield f"TTT starts from another network, trained with {training_words(losses['ttt'])}."
+    for name in ("ttt", "ttt++"):
+        if name in losses and name in methods:
+            yield f"{NAMES[name]} starts from another network, trained with {training_words(losses[name])}."
 
 
 def target_note(names: Iterable[str]) -> str | None:

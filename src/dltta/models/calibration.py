@@ -1,7 +1,8 @@
 """2 networks. What the source model does on source images: the yardstick for images of another site.
 
 Measured once at the end of source training on source images and kept with the network: numbers about layers and
-predictions, no image and no label. `Shrinkage` statistics, the relative learning rate and the guard measure with it.
+predictions, no image and no label. `Shrinkage` statistics, the relative learning rate, EATA and the guard measure with
+it.
 """
 
 import hashlib
@@ -28,12 +29,15 @@ class Calibration:
     layers: Mapping[str, tuple[Tensor, Tensor]]  # batch-normalization layer: means (N, C) and variances (N, C)
     eps: Mapping[str, float]  # of those layers
     predictions: Mapping[str, Any] = field(default_factory=dict)  # numbers for the guard and the rate, see `training`
+    fisher: Mapping[str, Tensor] = field(default_factory=dict)  # how much scales and shifts matter, for EATA; may lack
 
     def checksum(self) -> str:
         """Of everything that was measured, as lower-case hexadecimal."""
         digest = hashlib.sha256(json.dumps([dict(self.eps), dict(self.predictions)], sort_keys=True).encode())
         for name, parts in self.layers.items():
             digest.update(name.encode() + b"".join(part.cpu().numpy().tobytes() for part in parts))
+        for name, part in sorted(self.fisher.items()):
+            digest.update(f"fisher {name}".encode() + part.cpu().float().numpy().tobytes())
         return digest.hexdigest()
 
     def moments(self, batch_size: int = 1) -> dict[str, Moments]:

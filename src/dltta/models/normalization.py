@@ -1,8 +1,9 @@
 """2 networks. Which statistics do the normalization layers use, and which of their parameters can move?"""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Protocol
 
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from dltta.errors import InputError, SettingError
+from dltta.errors import InputError, NothingToAdaptError, SettingError
 
 NORMALIZATIONS: tuple[type[nn.Module], ...] = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
@@ -20,10 +21,30 @@ def normalization_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((name, layer) for name, layer in model.named_modules() if isinstance(layer, NORMALIZATIONS))
 
 
-def affine_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Scale and shift of every normalization layer that has them."""
-    found = (getattr(layer, name, None) for _, layer in normalization_layers(model) for name in ("weight", "bias"))
+def affine_parameters(model: nn.Module, *, without: Sequence[str] = ()) -> list[nn.Parameter]:
+    """Scale and shift of every normalization layer that has them, but for layers whose name fits one of `without`.
+
+    These are patterns as in a shell: `layer4.*` and `*.layer4.*`.
+    """
+    layers = [layer for name, layer in normalization_layers(model) if not any(fnmatchcase(name, p) for p in without)]
+    found = (getattr(layer, name, None) for layer in layers for name in ("weight", "bias"))
     return list(dict.fromkeys(parameter for parameter in found if isinstance(parameter, nn.Parameter)))
+
+
+def require_affine_parameters(method: str, model: nn.Module, *, without: Sequence[str] = ()) -> list[nn.Parameter]:
+    """As `affine_parameters`; a `NothingToAdaptError` that names the method where there are none."""
+    parameters = affine_parameters(model, without=without)
+    if not parameters:
+        all_excluded = bool(affine_parameters(model))
+        raise NothingToAdaptError(
+            f"{method} finds nothing to adapt in {type(model).__name__}: "
+            + (
+                f"all its normalization layers fit {', '.join(without)}; exclude fewer"
+                if all_excluded
+                else "it has no normalization layer with scale and shift; build it with affine normalization"
+            )
+        )
+    return parameters
 
 
 @contextmanager
@@ -59,14 +80,26 @@ def use_test_statistics(model: nn.Module, statistics: NormalizationStatistics | 
     so the network's state dict keeps its keys. Group and layer normalization never used anything else.
     """
     chosen = statistics or BatchStatistics()
+    wrap_batch_norms(model, chosen.wrap)
+    for layer in model.modules():
+        if isinstance(layer, _InstanceNorm):
+            layer.track_running_stats = False
+
+
+def wrap_batch_norms(model: nn.Module, wrap: Callable[[_BatchNorm, str], nn.Module]) -> list[nn.Module]:
+    """Put what `wrap` gives in the place of every batch-normalization layer, in order; these modules."""
     wrappers: dict[nn.Module, nn.Module] = {}  # a layer used under two names keeps being one layer
     for name, layer in list(model.named_modules(remove_duplicate=False)):
         if isinstance(layer, _BatchNorm) and name:
             if layer not in wrappers:
-                wrappers[layer] = chosen.wrap(layer, name)
+                wrappers[layer] = wrap(layer, name)
             model.set_submodule(name, wrappers[layer])
-        elif isinstance(layer, _InstanceNorm):
-            layer.track_running_stats = False
+    return list(wrappers.values())
+
+
+def stores_statistics(model: nn.Module) -> bool:
+    """Whether a batch-normalization layer of the network normalizes by statistics of the training set."""
+    return any(isinstance(layer, _BatchNorm) and layer.running_mean is not None for layer in model.modules())
 
 
 class BatchNormWrapper(_BatchNorm):

@@ -20,6 +20,29 @@ def probabilities(logits: Tensor) -> Tensor:
     return logits.softmax(dim=1)
 
 
+def log_probabilities(logits: Tensor) -> Tensor:
+    """Logarithms of `probabilities`, finite also where these round to zero."""
+    logits = _at_least_float32(logits)
+    if logits.shape[1] == 1:
+        return F.logsigmoid(torch.cat([-logits, logits], dim=1))
+    return logits.log_softmax(dim=1)
+
+
+def as_logits(log_p: Tensor, channels: int) -> Tensor:
+    """Logits of so many channels that say these log-probabilities (B, classes, *positions): one is a sigmoid."""
+    return log_p[:, 1:] - log_p[:, :1] if channels == 1 else log_p
+
+
+def greatest_entropy(logits: Tensor) -> float:
+    """Of any prediction with so many classes: ln C in nats."""
+    return math.log(max(2, logits.shape[1]))
+
+
+def each_prediction(values: Tensor) -> Tensor:
+    """One row for every sample at every position: (B, C, *positions) becomes (B · positions, C)."""
+    return values.movedim(1, -1).flatten(0, -2)
+
+
 def most_likely(scores: Tensor, dim: int = 1) -> Tensor:
     """The class of the highest score at each position, the first of several that are equal."""
     return scores.max(dim).indices  # argmax of an axis that is not the last one takes 25 times as long on a CPU

@@ -23,9 +23,10 @@ from dltta.data.inbox import Incoming
 from dltta.data.prefetch import prefetch
 from dltta.errors import DataError, DlttaError, InputError, NonFiniteError, SettingError
 from dltta.files import sync_folder
+from dltta.methods import Method
 from dltta.models.io.opened import OpenedModel
 from dltta.predictor import Loaded, Prediction, Predictor
-from dltta.recipes import NO_RATE, Method, Recipe, paper
+from dltta.recipes import NO_RATE, Recipe, paper
 from dltta.serving.journal import Fields, on_disk
 from dltta.serving.reading import Known, Reader, Unusable
 from dltta.serving.record import SCHEMA, STATE, Record
@@ -142,6 +143,8 @@ class Stream:
                 "no calibration: the model does not know what source images look like, so images far out of "
                 "distribution are not recognized; train it with `dltta train`"
             )
+        if (said := getattr(self.adapter.objective, "notice", None)) is not None:
+            notices.append(said)
         if self.settings.anonymize:
             notices.append(
                 "anonymize takes names, dates and descriptions out of predictions and log; DICOM identifiers (UIDs) "

@@ -12,11 +12,13 @@ from dltta.core.discrepancy import batch_discrepancy
 from dltta.core.memory import MemoryBank
 from dltta.models.calibration import Calibration, LayerSamples, OODScore, log_variances
 from dltta.models.features import forward_with_features
+from dltta.models.fisher import fisher
 from dltta.models.normalization import use_test_statistics
 from dltta.models.predictions import entropy, probabilities
 from dltta.models.statistics import InstanceStatistics
 
 MOST = 64  # images; more change the spread of a mean by less than a tenth
+BATCH = 16  # images whose gradients are averaged before they are squared; EATA's authors have 64 of 2000
 FEWEST = 8  # images that say something about the rare ones among them
 USUAL = 0.95  # the quantile that ends what is usual at the source site
 
@@ -32,6 +34,9 @@ def calibrate(model: nn.Module, images: Sequence[Tensor], *, layer: str | None =
     - `discrepancy`: the median discrepancy of the images to their 8 nearest among the 20 before them; None if too few
     - `ood_score`, see there; None without batch normalization or with fewer than 8 images
     - `entropy`, see there; None unless the prediction is dense, or with fewer than 8 images
+
+    `fisher` says how much each scale and shift of the normalization layers matters: of single images where predictions
+    are dense, else of batches of 16.
     """
     chosen = list(images)[:MOST]
     device = next(model.parameters()).device
@@ -58,7 +63,15 @@ def calibrate(model: nn.Module, images: Sequence[Tensor], *, layer: str | None =
         "ood_score": ood_levels(model, chosen, calibration) if enough and calibration.layers else None,
         "entropy": entropy_levels(model, chosen) if enough and dense else None,
     }
-    return Calibration(calibration.layers, calibration.eps, found)
+    return Calibration(calibration.layers, calibration.eps, found, importance(model, chosen, dense=dense))
+
+
+def importance(model: nn.Module, images: Sequence[Tensor], *, dense: bool) -> dict[str, Tensor]:
+    """The Fisher information for EATA; of single images, a layer with one position uses its stored statistics."""
+    if dense or len(images) == 1:
+        return fisher(model, images, batch_size=1, statistics=InstanceStatistics())
+    lone = len(images) % BATCH == 1  # one image left over has no batch to be normalized by
+    return fisher(model, images[:-1] if lone else images, batch_size=BATCH)
 
 
 def prediction_ranges(predictions: Sequence[Tensor]) -> dict[str, Any]:

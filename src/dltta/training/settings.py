@@ -9,7 +9,7 @@ from dltta.training.augmentation import Augmentation, Kind
 from dltta.training.schedules import Schedule
 
 LEARNING_RATES: dict[Task, float] = {"segmentation": 1e-3, "classification": 3e-4}  # the paper's
-AUXILIARIES = ("ttt", "atta", "memory")
+AUXILIARIES = ("ttt", "ttt++", "dtta", "atta", "memory")
 CHOICES = {
     "loss": ("ce", "ce+dice"),
     "schedule": get_args(Schedule),
@@ -39,16 +39,29 @@ class TrainingSettings:
     precision: Literal["float32", "bfloat16"] = "float32"  # bfloat16: mixed, twice as fast where the processor has it
     validation: float | tuple[str, ...] = 0.2  # share of patients, or their names; the paper's OCT split is a fifth
     seed: int = 0
-    with_: tuple[str, ...] = ()  # to train or keep too: ttt, atta, memory (pairs of source images)
+    with_: tuple[str, ...] = ()  # to train or keep too: ttt, ttt++, dtta, atta, memory (pairs of source images)
     rotation_hidden: int = 64
+    projection: int = 128  # numbers that TTT++ tells images apart by
     autoencoder_epochs: int = 20  # ATTA's
     autoencoder_batch: int = 2  # ATTA's
     autoencoder_width: int = 64  # ATTA's n
     autoencoder_rate: float = 1e-3  # ATTA's, Adam
+    denoiser_epochs: int = 50  # DTTA's authors: 30,000 steps
+    denoiser_batch: int = 1  # DTTA's
+    denoiser_widths: tuple[int, ...] = (16, 32, 64, 128)  # DTTA's
+    denoiser_rate: float = 1e-3  # DTTA's, Adam
     workers: int = 0  # processes that read and augment images
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "repeats", "autoencoder_epochs", "autoencoder_batch"):
+        for name in (
+            "epochs",
+            "batch_size",
+            "repeats",
+            "autoencoder_epochs",
+            "autoencoder_batch",
+            "denoiser_epochs",
+            "denoiser_batch",
+        ):
             if getattr(self, name) < 1:
                 raise SettingError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not isinstance(self.validation, tuple) and not 0 <= self.validation < 1:
@@ -72,4 +85,6 @@ class TrainingSettings:
         )
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Without the settings of a denoiser where none is trained: models of before there were any stay the same."""
+        kept = "dtta" in self.with_
+        return {key: value for key, value in asdict(self).items() if kept or not key.startswith("denoiser_")}

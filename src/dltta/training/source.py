@@ -1,8 +1,10 @@
-"""Source side. Trains the source model on labeled source images — Eq. (1) — and what TTT and ATTA need beside it.
+"""Source side. Trains the source model on labeled source images — Eq. (1) — and what TTT, DTTA and ATTA need beside it.
 
 Stages, in this order, each resumable: `task` trains the source model with the task loss alone; `ttt`, if asked for,
-trains a second network from the same initial weights on the same batches, jointly with rotation; `atta`, if asked for,
-trains auto-encoders on the source model. So the source model is the same bits whatever else is trained.
+trains a second network from the same initial weights on the same batches, jointly with rotation; `ttt++`, if asked for,
+another one jointly with contrast between views; `dtta`, if asked for, another one behind an image normalizer, and
+`denoiser` what label maps look like; `atta`, if asked for, trains auto-encoders on the source model. So the source
+model is the same bits whatever else is trained.
 """
 
 import copy
@@ -14,8 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dltta.core.augmentation import contrast_view
 from dltta.data.case import Dataset, Task
 from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DataError, SettingError, StateError
@@ -23,6 +27,7 @@ from dltta.models.encoder import encode, shared_parameters
 from dltta.models.features import find_feature_layer
 from dltta.models.io.checkpoint import (
     Checkpoint,
+    Contrast,
     Reconstructions,
     Rotation,
     load_checkpoint,
@@ -30,9 +35,14 @@ from dltta.models.io.checkpoint import (
 )
 from dltta.models.io.fingerprint import fingerprint
 from dltta.models.nets.architecture import Architecture
-from dltta.models.normalization import kept_statistics
+from dltta.models.normalization import kept_statistics, use_test_statistics
+from dltta.models.parts.adaptors import insert_in_front
 from dltta.models.parts.autoencoders import DENSENET_LEVELS, UNET_LEVELS, AutoEncoders, LevelOutputs
+from dltta.models.parts.contrast import ProjectionHead, contrast_loss, feature_moments, pooled
+from dltta.models.parts.denoiser import Denoiser, corrupted, soft_dice
+from dltta.models.parts.normalizer import NAME, ImageNormalizer
 from dltta.models.parts.rotation import TURNS, RotationHead, rotation_loss
+from dltta.models.predictions import each_prediction
 from dltta.training.augmentation import Augmentation, typical_spread
 from dltta.training.calibration import MOST, calibrate
 from dltta.training.examples import Examples, Pair, gather, read_pairs, require_one_size, split_by_group
@@ -45,30 +55,41 @@ if TYPE_CHECKING:
     from monai.transforms import Compose
 
 LEVELS = {"unet": UNET_LEVELS, "densenet121": DENSENET_LEVELS, "densenet_small": DENSENET_LEVELS}
-Stage = Literal["task", "ttt", "atta"]
+Stage = Literal["task", "ttt", "ttt++", "dtta", "denoiser", "atta"]
 STAGES = get_args(Stage)  # in order
-LOSSES = {"task": ["task"], "ttt": ["task", "rotation"]}  # that each network is trained with, of equal weight
+LOSSES = {  # that each network is trained with, of equal weight
+    "task": ["task"],
+    "ttt": ["task", "rotation"],
+    "ttt++": ["task", "contrast"],
+    "dtta": ["task"],
+}
 Log = Callable[[Row], None]
 
 
 class TaskTraining(nn.Module):
-    """The task loss and, with a rotation head, the rotation loss with equal weight (Sun et al. 2020).
+    """The task loss and, with a head, the rotation loss (Sun et al. 2020) or contrast (TTT++) with equal weight.
 
-    Rotated images never reach the stored statistics of normalization layers, which are for upright ones. With `mixed`
-    convolutions are computed in bfloat16; weights, losses and updates stay in float32.
+    Rotated and cropped images never reach the stored statistics of normalization layers, which are for plain ones. With
+    `mixed` convolutions are computed in bfloat16; weights, losses and updates stay in float32.
     """
 
-    def __init__(self, model: nn.Module, loss: TaskLoss, rotation: Rotation | None, *, mixed: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, loss: TaskLoss, part: Rotation | Contrast | None, *, mixed: bool = False
+    ) -> None:
         super().__init__()
         self.model, self.loss, self.mixed = model, loss, mixed
-        self.head = rotation.head if rotation is not None else None
-        self.layer = rotation.layer if rotation is not None else ""
+        self.head = part.head if part is not None else None
+        self.layer = part.layer if part is not None else ""
 
     def forward(self, images: Tensor, labels: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         with torch.autocast(images.device.type, torch.bfloat16, enabled=self.mixed):
-            logits = self.model(images)
-            losses = {"task": self.loss(logits.float(), labels)}
-            if self.head is not None:
+            losses = {"task": self.loss(self.model(images).float(), labels)}
+            if isinstance(self.head, ProjectionHead):
+                views = [contrast_view(images, generator) for _ in range(2)]
+                with kept_statistics(self.model):
+                    one, other = (self.head(pooled(encode(self.model, self.layer, view))) for view in views)
+                losses["contrast"] = contrast_loss(one, other)
+            elif self.head is not None:
                 turns = torch.randint(len(TURNS), (len(images),), generator=generator).to(images.device)
                 with kept_statistics(self.model):
                     losses["rotation"] = rotation_loss(self.model, self.head, self.layer, images, turns)
@@ -91,12 +112,30 @@ class ReconstructionTraining(nn.Module):
         return self.autoencoders.errors({name: seen.detach() for name, seen in self.watch.take().items()})
 
 
+class DenoiserTraining(nn.Module):
+    """One minus soft Dice between label maps and what the denoiser makes of corrupted ones (Karani et al. 2021)."""
+
+    def __init__(self, denoiser: Denoiser) -> None:
+        super().__init__()
+        self.denoiser = denoiser
+
+    def forward(self, images: Tensor, labels: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        noisy = self._one_hot(corrupted(labels.cpu(), generator).to(labels.device))
+        denoised = self.denoiser(noisy).softmax(dim=1)
+        return {"denoiser": 1 - soft_dice(denoised, self._one_hot(labels))}
+
+    def _one_hot(self, labels: Tensor) -> Tensor:
+        """(B, classes, *spatial)."""
+        return F.one_hot(labels, self.denoiser.classes).movedim(-1, 1).float()
+
+
 @dataclass
 class SourceTraining:
     """Everything one source training needs; `run` trains and leaves a checkpoint folder.
 
     The folder holds the best source model so far (by validation on source images; the last one without validation, or
-    if the settings say so) and, in `last/`, the last; `ttt/` the same for the network of TTT. After every epoch
+    if the settings say so) and, in `last/`, the last; `ttt/`, `ttt++/` and `dtta/` the same for the networks of these
+    methods. After every epoch
     `resume.pt` says where the training stands; it goes when all is done.
     """
 
@@ -125,11 +164,21 @@ class SourceTraining:
         if found is not None and not interrupted:
             self.journal.history = list(found.record["history"])
         source = self._train_network("task", self.folder)
-        joint = self._train_network("ttt", self.folder / "ttt") if "ttt" in self.settings.with_ else source.joint
+        with_ = self.settings.with_
+        joint = self._train_network("ttt", self.folder / "ttt") if "ttt" in with_ else source.joint
+        contrastive = self._train_network("ttt++", self.folder / "ttt++") if "ttt++" in with_ else source.contrastive
+        normalized = self._train_normalized() if "dtta" in with_ else source.normalized
         parts = self._autoencoders(source)
         if self.ranks.first:
-            measured = None if joint is None else self._measured(joint)
-            source = self._measured(replace(source, reconstructions=parts, joint=measured))
+            source = self._measured(
+                replace(
+                    source,
+                    reconstructions=parts,
+                    joint=None if joint is None else self._measured(joint),
+                    contrastive=None if contrastive is None else self._measured(self._with_moments(contrastive)),
+                    normalized=None if normalized is None else self._measured(normalized),
+                )
+            )
             history = {**source.record, "history": self.journal.history, "fingerprint": self._with_all()}
             save_checkpoint(self.folder, replace(source, record=history))
             self.journal.close()
@@ -153,6 +202,8 @@ class SourceTraining:
         )
         self.validation: list[Pair] = [pairs[i] for i in validation]
         self.counts = {"cases": len(cases), "training": len(training), "validation": len(validation)}
+        if "dtta" in self.settings.with_ and self.task != "segmentation":
+            raise SettingError("dtta denoises segmentations, a classification has none; leave it out of --with")
         require_fit(self.architecture, channels=len(pairs[0][0]), classes=len(self.classes))
 
     def _augment(self, changes: Augmentation) -> "Compose | None":
@@ -182,10 +233,13 @@ class SourceTraining:
 
     def _fit_network(self, stage: Stage, folder: Path) -> None:
         new = self.architecture.build(seed=self.settings.seed) if self.start is None else copy.deepcopy(self.start)
+        if stage == "dtta":
+            insert_in_front(new, NAME, self._normalizer())
         model = new.to(self.device)
         rotation = self._rotation(model, self._sample()) if stage == "ttt" else None
+        contrast = self._contrast(model, self._sample()) if stage == "ttt++" else None
         mixed = self.settings.precision == "bfloat16"
-        module = TaskTraining(model, TaskLoss(self.settings.loss), rotation, mixed=mixed).to(self.device)
+        module = TaskTraining(model, TaskLoss(self.settings.loss), rotation or contrast, mixed=mixed).to(self.device)
         best = max((row["score"] for row in self._history(stage) if row["score"] is not None), default=-math.inf)
         started = time.perf_counter()
 
@@ -196,8 +250,9 @@ class SourceTraining:
             self.log(row)
             record = self._record(stage, row)
             checkpoint = Checkpoint(
-                model, self.architecture, self.task, self.classes, self.preprocessing, record, rotation
-            )
+                model, self.architecture, self.task, self.classes, self.preprocessing, record, rotation,
+                contrast=contrast,
+            )  # fmt: skip
             save_checkpoint(folder / "last", checkpoint)
             if row["score"] is None or row["score"] > best or self.settings.keep == "last":
                 best = -math.inf if row["score"] is None else row["score"]
@@ -227,12 +282,57 @@ class SourceTraining:
         wanted = "atta" in self.settings.with_ and not self._is_trained("atta")
         return self._train_autoencoders(trained) if wanted else trained.reconstructions
 
+    def _train_normalized(self) -> Checkpoint:
+        """The network behind an image normalizer, with its denoiser; a denoiser that is trained is only read."""
+        trained = self._train_network("dtta", self.folder / "dtta")
+        if self._is_trained("dtta") or STAGES.index(self.journal.stage or STAGES[0]) > STAGES.index("denoiser"):
+            return trained
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.settings.seed)
+            denoiser = Denoiser(self.architecture.spatial_dims, len(self.classes), self.settings.denoiser_widths)
+        module = DenoiserTraining(denoiser).to(self.device)
+        held_out = self._as_trained_on(self.validation or self.training.pairs)
+        settings = self.settings
+        plan = Plan(
+            "denoiser",
+            settings.denoiser_epochs,
+            settings.denoiser_batch * self.ranks.world,
+            settings.denoiser_rate,
+            settings.seed,
+            settings.workers,
+        )
+        self._fit(module, plan, self._following(module, held_out))
+        trained = replace(trained, denoiser=denoiser.eval())
+        if self.ranks.first:
+            save_checkpoint(self.folder / "dtta", trained)
+        self.ranks.wait()
+        return trained
+
+    def _normalizer(self) -> ImageNormalizer:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.settings.seed)
+            return ImageNormalizer(self.architecture.spatial_dims, self.architecture.in_channels)
+
     def _train_autoencoders(self, trained: Checkpoint) -> Reconstructions:
         whole = replace(self.settings.changes, crop=self.settings.patch)  # auto-encoders have the size of their images
         self.training.augment = self._augment(whole)
         parts = self._reconstructions(trained)
         module = ReconstructionTraining(copy.deepcopy(trained.model), parts).to(self.device)
         held_out = self._as_trained_on(self.validation or self.training.pairs)
+        settings = self.settings
+        plan = Plan(
+            "atta",
+            settings.autoencoder_epochs,
+            settings.autoencoder_batch * self.ranks.world,
+            settings.autoencoder_rate,
+            settings.seed,
+            settings.workers,
+        )
+        self._fit(module, plan, self._following(module, held_out))
+        return parts
+
+    def _following(self, module: nn.Module, held_out: Sequence[Pair]) -> Callable[[int, Row], None]:
+        """After each epoch: the error on held-out images beside the one that training began with."""
         initial = _mean_error(module, held_out, self.device)
         started = time.perf_counter()
 
@@ -243,17 +343,7 @@ class SourceTraining:
             row["seconds"] = time.perf_counter() - started
             self.log(row)
 
-        settings = self.settings
-        plan = Plan(
-            "atta",
-            settings.autoencoder_epochs,
-            settings.autoencoder_batch * self.ranks.world,
-            settings.autoencoder_rate,
-            settings.seed,
-            settings.workers,
-        )
-        self._fit(module, plan, finish)
-        return parts
+        return finish
 
     def _fit(self, module: nn.Module, plan: Plan, finish: Callable[[int, Row], None]) -> None:
         learn(
@@ -303,6 +393,33 @@ class SourceTraining:
                 head = RotationHead(encode(model, layer, sample).shape[1], self.settings.rotation_hidden)
         return Rotation(head.to(self.device), layer, shared)
 
+    def _contrast(self, model: nn.Module, sample: Tensor) -> Contrast:
+        layer = find_feature_layer(model.eval(), sample)
+        shared = tuple(shared_parameters(model, layer, sample))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.settings.seed)
+            with torch.no_grad():
+                head = ProjectionHead(encode(model, layer, sample).shape[1], self.settings.projection)
+        return Contrast(head.to(self.device), layer, shared)
+
+    @torch.no_grad()
+    def _with_moments(self, trained: Checkpoint) -> Checkpoint:
+        """With the moments of source features, normalized by the batch as at test time; TTT++ holds them."""
+        contrast = trained.contrast
+        if contrast is None:
+            raise StateError(f"{self.folder / 'ttt++'} has no projection head; train it again")
+        model = copy.deepcopy(trained.model).to(self.device).eval()
+        use_test_statistics(model)
+        images = self._source_images(MOST)
+        size = 1 if self.task == "segmentation" else max(2, len(images) // 8)
+        rows, projected = [], []
+        for start in range(0, len(images), size):
+            maps = encode(model, contrast.layer, torch.stack(images[start : start + size]).to(self.device))
+            rows.append((each_prediction(maps) if self.task == "segmentation" else pooled(maps)).cpu())
+            projected.append(contrast.head.to(self.device)(pooled(maps)).cpu())
+        moments = replace(contrast, features=feature_moments(rows), projections=feature_moments(projected))
+        return replace(trained, contrast=moments)
+
     def _reconstructions(self, trained: Checkpoint) -> Reconstructions:
         levels = LEVELS.get(self.architecture.name)
         if levels is None:
@@ -341,12 +458,12 @@ class SourceTraining:
 
 
 @torch.no_grad()
-def _mean_error(module: ReconstructionTraining, pairs: Sequence[Pair], device: torch.device) -> float:
-    """Sum of the auto-encoders' errors, mean over the images."""
+def _mean_error(module: nn.Module, pairs: Sequence[Pair], device: torch.device) -> float:
+    """Sum of the module's losses, mean over the images."""
     module.eval()
-    total = 0.0
+    total, generator = 0.0, torch.Generator().manual_seed(0)
     for image, label in pairs:
-        errors = module(image[None].to(device), label, torch.Generator())
+        errors = module(image[None].to(device), label[None].to(device), generator)
         total += sum(error.item() for error in errors.values())
     return total / len(pairs)
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor, nn
 
+from dltta import methods
 from dltta.config import make_adapter, make_uda, open_dataset
 from dltta.core.objectives import Objective, Tent
 from dltta.data.case import Task
@@ -68,7 +69,6 @@ from dltta.evaluation.tables import method_label
 from dltta.files import write_atomically
 from dltta.metrics import CLASSIFICATION_METRICS
 from dltta.models.predictions import entropy
-from dltta.recipes import Method
 from dltta.training import TrainingSettings
 from dltta.training.settings import LEARNING_RATES
 from dltta.training.uda import cyclegan, style, swav, udas
@@ -83,7 +83,7 @@ RATES = (1e-3, 2e-3, 3e-3, 4e-3, 5e-3)
 SIZES = (6, 8, 10, 12, 14, 20)  # 20 is in the paper's text, the others in its figure
 STEPS = (1, 4, 8)
 ORDERS = 5
-PAPER_METHODS = tuple(map(str, (Method.SOURCE, Method.PTBN, Method.TTT, Method.TENT, Method.ATTA)))
+PAPER_METHODS = tuple(map(str, methods.PAPER_METHODS))
 PAPER_NEIGHBORS = 8  # of the OCT memory
 ITERATIONS = 10  # of image-specific adaptation
 ADAPTED = ("ttt", "tent", "atta")
@@ -738,7 +738,9 @@ def make_table(name: str, setup: Setup, runs: Runs, results: Mapping[str, Result
 
 def _with_cost(table: Comparison, runs: Runs) -> Comparison:
     """With a last row: what each column costs, as passes of the network, against one update per image."""
-    costs = {column: step_cost(runs.experiments[place.run].adaptation.steps) for column, place in runs.places.items()}
+    costs = {
+        column: step_cost(runs.experiments[place.run].adaptation.steps or 1) for column, place in runs.places.items()
+    }
     row = ComparisonRow("Cost, x one update", "", "", tuple(ComparisonCell(Number(cost)) for cost in costs.values()))
     note = "Cost: n updates take n + 1 forward and n backward passes; a backward pass counts as two forward ones."
     return replace(table, rows=(*table.rows, row), notes=(*table.notes, note))

@@ -8,6 +8,9 @@ MODEL/
   calibration.safetensors   how source images look to its layers, if measured
   ttt/                 the network that TTT starts from, if trained: a checkpoint folder with its own calibration and
                        memory, and rotation.safetensors, the head that was trained jointly with it
+  ttt++/               the same for TTT++, with contrast.safetensors: projection head and moments of source features
+  dtta/                the network that DTTA starts from, if trained: a checkpoint folder with its own calibration and
+                       memory, and denoiser.safetensors; its weights hold an image normalizer in front of it
 """
 
 import hashlib
@@ -28,11 +31,20 @@ from dltta.errors import SettingError, StateError
 from dltta.files import write_atomically
 from dltta.models.calibration import Calibration
 from dltta.models.nets.architecture import Architecture
+from dltta.models.parts.adaptors import insert_in_front
 from dltta.models.parts.autoencoders import AutoEncoders, Levels
+from dltta.models.parts.contrast import FeatureMoments, ProjectionHead
+from dltta.models.parts.denoiser import Denoiser
+from dltta.models.parts.normalizer import NAME, ImageNormalizer
 from dltta.models.parts.rotation import RotationHead
 
 FORMAT = 2
-NO_ROTATION = "this model has no rotation head, which TTT needs; train it with `--with ttt`"
+FISHER = "fisher/"  # begins the names of the Fisher information in calibration.safetensors; models may lack it
+MISSING = {
+    "ttt": "this model has no rotation head, which TTT needs; train it with `--with ttt`",
+    "ttt++": "this model has no projection head, which TTT++ needs; train it with `--with ttt++`",
+    "dtta": "this model has no image normalizer and denoiser, which DTTA needs; train it with `--with dtta`",
+}
 
 
 def training_words(losses: Sequence[str]) -> str:
@@ -47,6 +59,17 @@ class Rotation:
     head: RotationHead
     layer: str
     shared: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """The projection head, the layer it reads, the parameters in front of it, and source moments of both outputs."""
+
+    head: ProjectionHead
+    layer: str
+    shared: tuple[str, ...]
+    features: FeatureMoments | None = None  # None until training is done
+    projections: FeatureMoments | None = None
 
 
 @dataclass(frozen=True)
@@ -82,28 +105,40 @@ class Checkpoint:
     calibration: Calibration | None = None
     pairs: SourcePairs | None = None
     joint: "Checkpoint | None" = None  # what TTT starts from; it has the rotation head
+    contrast: Contrast | None = None
+    contrastive: "Checkpoint | None" = None  # what TTT++ starts from; it has the projection head
+    denoiser: Denoiser | None = None
+    normalized: "Checkpoint | None" = None  # what DTTA starts from; with a normalizer in front; it has the denoiser
 
     def modules(self) -> list[nn.Module]:
         """Every network and part that was trained."""
         parts = [self.model]
         parts += [self.rotation.head] if self.rotation else []
         parts += [self.reconstructions.autoencoders] if self.reconstructions else []
-        return [*parts, *(self.joint.modules() if self.joint else [])]
+        parts += [self.contrast.head] if self.contrast else []
+        parts += [self.denoiser] if self.denoiser else []
+        return [*parts, *(module for other in self.others().values() for module in other.modules())]
+
+    def others(self) -> "dict[str, Checkpoint]":
+        """Networks of methods that start from one of their own, by method."""
+        found = {"ttt": self.joint, "ttt++": self.contrastive, "dtta": self.normalized}
+        return {name: other for name, other in found.items() if other is not None}
 
     def for_method(self, method: str) -> "Checkpoint":
-        """The checkpoint whose `model` the method starts from: `joint` for TTT, this one for all others."""
-        if method != "ttt" or self.rotation is not None:
+        """The checkpoint whose `model` the method starts from: of `others` for TTT, TTT++ and DTTA, else this one."""
+        part = {"ttt": self.rotation, "ttt++": self.contrast, "dtta": self.denoiser}
+        if method not in part or part[method] is not None:
             return self
-        if self.joint is None:
-            raise SettingError(NO_ROTATION)
-        return self.joint
+        if method not in self.others():
+            raise SettingError(MISSING[method])
+        return self.others()[method]
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     """Write a checkpoint folder; `model.json` comes last and names the other files' checksums."""
     folder.mkdir(parents=True, exist_ok=True)
-    if checkpoint.joint is not None:
-        save_checkpoint(folder / "ttt", checkpoint.joint)
+    for name, other in checkpoint.others().items():
+        save_checkpoint(folder / name, other)
     files = {"model": dict(checkpoint.model.state_dict())}
     auxiliary: dict[str, Any] = {}
     if (rotation := checkpoint.rotation) is not None:
@@ -114,6 +149,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
             "channels": rotation.head.channels,
             "hidden": rotation.head.hidden,
         }
+    if (contrast := checkpoint.contrast) is not None:
+        files["contrast"], auxiliary["contrast"] = _contrast_parts(contrast)
     if (reconstructions := checkpoint.reconstructions) is not None:
         files["atta"] = dict(reconstructions.autoencoders.state_dict())
         auxiliary["atta"] = {
@@ -124,9 +161,17 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
             "output": reconstructions.levels.output,
             "channels": reconstructions.channels,
         }
+    if (denoiser := checkpoint.denoiser) is not None:
+        files["denoiser"] = dict(denoiser.state_dict())
+        auxiliary["denoiser"] = {
+            "spatial_dims": denoiser.spatial_dims, "classes": denoiser.classes, "widths": denoiser.widths,
+        }  # fmt: skip
+    if isinstance(normalizer := getattr(checkpoint.model, NAME, None), ImageNormalizer):  # among the model's weights
+        auxiliary["normalizer"] = {"width": normalizer.width, "kernel": normalizer.kernel}
     if (calibration := checkpoint.calibration) is not None:
         layers = calibration.layers.items()
         files["calibration"] = {f"{name}.{i}": part for name, parts in layers for i, part in enumerate(parts)}
+        files["calibration"] |= {f"{FISHER}{name}": part for name, part in calibration.fisher.items()}
         auxiliary["calibration"] = {"eps": dict(calibration.eps), "predictions": dict(calibration.predictions)}
     if (pairs := checkpoint.pairs) is not None:
         files["memory"] = {"features": pairs.features, "predictions": pairs.predictions}
@@ -141,7 +186,9 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
         "auxiliary": auxiliary,
         "record": dict(checkpoint.record),
         "sha256": checksums,
-        "joint": None if checkpoint.joint is None else _sha256((folder / "ttt" / "model.json").read_bytes()),
+        "joint": _checksum_of(folder / "ttt") if checkpoint.joint else None,
+        "contrastive": _checksum_of(folder / "ttt++") if checkpoint.contrastive else None,
+        "normalized": _checksum_of(folder / "dtta") if checkpoint.normalized else None,
     }
     write_atomically(folder / "model.json", json.dumps(description, indent=1) + "\n")
 
@@ -152,6 +199,8 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     try:
         architecture = Architecture(**description["architecture"])
         model = architecture.build(seed=0)
+        if (part := description["auxiliary"].get("normalizer")) is not None:
+            insert_in_front(model, NAME, ImageNormalizer(architecture.spatial_dims, architecture.in_channels, **part))
         _fill(model, folder, "model", description)
         return Checkpoint(
             model=model.eval(),
@@ -164,7 +213,11 @@ def load_checkpoint(folder: Path) -> Checkpoint:
             reconstructions=_load_reconstructions(folder, description),
             calibration=_load_calibration(folder, description),
             pairs=_load_pairs(folder, description),
-            joint=_load_joint(folder, description),
+            joint=_load_other(folder / "ttt", description["joint"]),
+            contrast=_load_contrast(folder, description),
+            contrastive=_load_other(folder / "ttt++", description.get("contrastive")),
+            denoiser=_load_denoiser(folder, description),
+            normalized=_load_other(folder / "dtta", description.get("normalized")),
         )
     except (KeyError, TypeError) as error:
         raise StateError(f"{folder / 'model.json'} is malformed: {error}; train the model again") from error
@@ -195,7 +248,8 @@ def _load_calibration(folder: Path, description: dict[str, Any]) -> Calibration 
         return None
     tensors = _tensors(folder, "calibration", description)
     layers = {name: (tensors[f"{name}.0"], tensors[f"{name}.1"]) for name in part["eps"]}
-    return Calibration(layers, part["eps"], part["predictions"])
+    fisher = {name.removeprefix(FISHER): each for name, each in tensors.items() if name.startswith(FISHER)}
+    return Calibration(layers, part["eps"], part["predictions"], fisher)
 
 
 def _load_pairs(folder: Path, description: dict[str, Any]) -> SourcePairs | None:
@@ -206,11 +260,56 @@ def _load_pairs(folder: Path, description: dict[str, Any]) -> SourcePairs | None
     return SourcePairs(part["layer"], tensors["features"], tensors["predictions"])
 
 
-def _load_joint(folder: Path, description: dict[str, Any]) -> Checkpoint | None:
-    if description["joint"] is None:
+def _contrast_parts(contrast: Contrast) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and description of a projection head with its moments."""
+    tensors = {f"head.{name}": value for name, value in contrast.head.state_dict().items()}
+    described: dict[str, Any] = {
+        "layer": contrast.layer,
+        "shared": list(contrast.shared),
+        "channels": contrast.head.channels,
+        "size": contrast.head.size,
+        "distances": {},
+    }
+    for name, moments in (("features", contrast.features), ("projections", contrast.projections)):
+        if moments is not None:
+            tensors |= {f"{name}.mean": moments.mean, f"{name}.covariance": moments.covariance}
+            described["distances"][name] = [moments.mean_distance, moments.covariance_distance]
+    return tensors, described
+
+
+def _load_contrast(folder: Path, description: dict[str, Any]) -> Contrast | None:
+    part = description["auxiliary"].get("contrast")
+    if part is None:
         return None
-    _read_checked(folder / "ttt" / "model.json", description["joint"])
-    return load_checkpoint(folder / "ttt")
+    tensors = _tensors(folder, "contrast", description)
+    head = ProjectionHead(part["channels"], part["size"])
+    head.load_state_dict(
+        {name.removeprefix("head."): value for name, value in tensors.items() if name.startswith("head.")}
+    )
+    moments = {
+        name: FeatureMoments(tensors[f"{name}.mean"], tensors[f"{name}.covariance"], *distances)
+        for name, distances in part["distances"].items()
+    }
+    return Contrast(
+        head.eval(), part["layer"], tuple(part["shared"]), moments.get("features"), moments.get("projections")
+    )
+
+
+def _load_denoiser(folder: Path, description: dict[str, Any]) -> Denoiser | None:
+    part = description["auxiliary"].get("denoiser")
+    if part is None:
+        return None
+    denoiser = Denoiser(part["spatial_dims"], part["classes"], part["widths"])
+    _fill(denoiser, folder, "denoiser", description)
+    return denoiser.eval()
+
+
+def _load_other(folder: Path, checksum: str | None) -> Checkpoint | None:
+    """The network of a method that has one of its own, which must be the one that was saved with this one."""
+    if checksum is None:
+        return None
+    _read_checked(folder / "model.json", checksum)
+    return load_checkpoint(folder)
 
 
 def _read_description(folder: Path) -> dict[str, Any]:
@@ -260,6 +359,11 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
     content = tensors_to_bytes({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()})
     write_atomically(path, content)
     return _sha256(content)
+
+
+def _checksum_of(folder: Path) -> str:
+    """Of a checkpoint folder, by the file that names the others' checksums."""
+    return _sha256((folder / "model.json").read_bytes())
 
 
 def _sha256(content: bytes) -> str:

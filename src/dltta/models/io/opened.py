@@ -11,7 +11,8 @@ from dltta.data.case import Task
 from dltta.data.formats.images import Image
 from dltta.errors import InputError, SettingError
 from dltta.models.calibration import Calibration
-from dltta.models.io.checkpoint import NO_ROTATION, Checkpoint, Reconstructions, Rotation
+from dltta.models.io.checkpoint import MISSING, Checkpoint, Contrast, Reconstructions, Rotation
+from dltta.models.parts.denoiser import Denoiser
 from dltta.models.predictions import most_likely
 
 if TYPE_CHECKING:
@@ -144,7 +145,9 @@ class OpenedModel:
     threshold: float = 0.5
     size: tuple[int, ...] | None = None  # a spatial size that the network is known to take
     rotation: Rotation | None = None  # what TTT needs beside its network, see `for_method`
+    contrast: Contrast | None = None  # what TTT++ needs, likewise
     reconstructions: Reconstructions | None = None  # what ATTA needs
+    denoiser: Denoiser | None = None  # what DTTA needs beside its network
     calibration: Calibration | None = None  # how source images look to its layers
     checkpoint: Checkpoint | None = None  # where it came from, if it is one of ours
     bundle: Path | None = None  # where it came from, if it is a bundle: the folder or zip
@@ -153,16 +156,19 @@ class OpenedModel:
 
     def for_method(self, method: str) -> "OpenedModel":
         """The same model with the network that the method starts from; see `Checkpoint.for_method`."""
-        if method != "ttt" or self.rotation is not None:
+        has = {"ttt": self.rotation, "ttt++": self.contrast, "dtta": self.denoiser}
+        if method not in has or has[method] is not None:
             return self
         if self.checkpoint is None:
-            raise SettingError(NO_ROTATION)
+            raise SettingError(MISSING[method])
         chosen = self.checkpoint.for_method(method)
         return replace(
             self,
             model=chosen.model.to(next(self.model.parameters()).device).eval(),
             rotation=chosen.rotation,
+            contrast=chosen.contrast,
             reconstructions=chosen.reconstructions,
+            denoiser=chosen.denoiser,
             calibration=chosen.calibration,
             checkpoint=chosen,
         )

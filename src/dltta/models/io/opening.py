@@ -216,7 +216,9 @@ def open_checkpoint(checkpoint: Checkpoint, name: str) -> OpenedModel:
         window=Window(tuple(patch)) if patch else None,
         size=tuple(patch) if patch else preprocessing.size,
         rotation=checkpoint.rotation,
+        contrast=checkpoint.contrast,
         reconstructions=checkpoint.reconstructions,
+        denoiser=checkpoint.denoiser,
         calibration=checkpoint.calibration,
         checkpoint=checkpoint,
     )

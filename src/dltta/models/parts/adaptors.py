@@ -60,8 +60,17 @@ class FeatureAdaptor(nn.Module):
 
 def insert_input_adaptor(model: nn.Module, adaptor: nn.Module) -> None:
     """From now on the network sees adaptor(x)."""
-    model.add_module("input_adaptor", adaptor)
-    model.register_forward_pre_hook(_BeforeNetwork(adaptor))
+    insert_in_front(model, "input_adaptor", adaptor)
+
+
+def insert_in_front(model: nn.Module, name: str, part: nn.Module) -> None:
+    """From now on the network has a part of that name and sees part(x)."""
+    model.add_module(name, part)
+    if type(model).forward is nn.Sequential.forward:  # runs whatever it has, in order: the part comes first
+        for other in [key for key in model._modules if key != name]:
+            model._modules[other] = model._modules.pop(other)
+    else:
+        model.register_forward_pre_hook(_BeforeNetwork(part))
 
 
 def insert_feature_adaptor(model: nn.Module, layer: str, adaptor: nn.Module) -> None:

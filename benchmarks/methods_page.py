@@ -1,0 +1,141 @@
+"""The generated parts of docs/methods.md: what is said about each method, and the table of all of them.
+
+python benchmarks/methods_page.py rewrites them from the one table in src/dltta/methods.py and, where it is there, from
+docs/results/methods_oct.json.
+"""
+
+import re
+from pathlib import Path
+
+from dltta.evaluation.formats import markdown
+from dltta.evaluation.results import Results
+from dltta.evaluation.tables import by_target
+from dltta.methods import Facts, Method, Normalization
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "methods.md"
+RESULTS = ROOT / "docs" / "results" / "methods_oct.json"
+SOURCE = "source"
+
+
+def main() -> None:
+    PAGE.write_text(page(PAGE.read_text()))
+    print(f"wrote {PAGE}")
+
+
+def page(text: str) -> str:
+    """The page with its generated parts made anew."""
+    results = Results.load(RESULTS) if RESULTS.is_file() else None
+    parts = {"table": property_table(), "methods": entries(results), "results": results_part(results)}
+    for name, part in parts.items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        before, _, rest = text.partition(begin)
+        after = rest.partition(end)[2]
+        text = f"{before}{begin}\n{part}\n{end}{after}"
+    return text
+
+
+def property_table() -> str:
+    """Methods × properties."""
+    heads = ["method", "gradient", "needs from the source", "batch of 1", "3-D", "normalization", "predicts", "passes"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for method in Method:
+        facts = method.facts
+        cells = [
+            f"[`{method}`](#{anchor(facts)})",
+            "yes" if facts.loss else "no",
+            "–" if facts.source == "nothing" else facts.source,
+            facts.batch_of_one,
+            facts.volumes,
+            _normalizations(facts),
+            "–" if not facts.loss else f"{facts.predict} the update",
+            facts.passes,
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _normalizations(facts: Facts) -> str:
+    if not facts.normalizations:
+        return "any"
+    return "any affine" if len(facts.normalizations) == len(Normalization) else " and ".join(facts.normalizations)
+
+
+def anchor(facts: Facts) -> str:
+    """As heading links are made: lower case, without signs; a second heading of the same letters is numbered."""
+    letters = re.sub(r"[^a-z0-9-]", "", facts.title.lower())
+    before = [other.facts for other in Method if re.sub(r"[^a-z0-9-]", "", other.facts.title.lower()) == letters]
+    number = before.index(facts)
+    return f"{letters}-{number}" if number else letters
+
+
+def entries(results: Results | None) -> str:
+    """A few lines on each method."""
+    return "\n\n".join(entry(method, results) for method in Method)
+
+
+def entry(method: Method, results: Results | None) -> str:
+    facts = method.facts
+    tasks = "segmentation only" if len(facts.tasks) == 1 else "segmentation and classification, 2-D and 3-D"
+    needs = "nothing" if facts.source == "nothing" else facts.source
+    if facts.part is not None:
+        needs += f" (`dltta train --with {facts.part}`)"
+    lines = [
+        f"### {facts.title}",
+        "",
+        f"*{facts.paper}.* `--method {method}`, `{facts.path.rpartition(':')[2]}` in "
+        f"`{facts.path.rpartition(':')[0].replace('.', '/')}.py`.",
+        "",
+        f"- **Idea**: {facts.idea}",
+        f"- **Moves**: {facts.moves}. **Needs** from the source: {needs}.",
+        f"- **Works for**: {tasks}; normalization: {_normalizations(facts)}; a batch of one: {facts.batch_of_one}.",
+        f"- **Cost**, passes of the network forward + backward: {facts.passes}.",
+        f"- **Settings**: {_settings(facts)}.",
+    ]
+    if (said := _scores(method, results)) is not None:
+        lines.append(f"- **In our table**: {said}.")
+    if (ROOT / "docs" / "methods" / f"{method}.md").is_file():
+        lines.append(f"- [More](methods/{method}.md)")
+    return "\n".join(lines)
+
+
+def _settings(facts: Facts) -> str:
+    if facts.of_paper:
+        return "the DLTTA paper's" if facts.loss else "none"
+    said = []
+    for task in facts.tasks:
+        step = facts.step(task)
+        rate = f"{facts.rate} rate, α {step.alpha:.4g}, {step.optimizer}" if facts.loss else "no rate"
+        rate += f" momentum {step.momentum:g}" if step.momentum and facts.loss else ""
+        rate += f", {step.updates} steps" if step.updates > 1 else ""
+        said.append(f"{task}: {rate}, batch {step.batch_size} ({step.of})")
+    return "; ".join(said)
+
+
+def _scores(method: str, results: Results | None) -> str | None:
+    """Its means beside those of the source model, by target."""
+    if results is None:
+        return None
+    if (why := results.config.get("left_out", {}).get(method)) is not None:
+        return f"left out: {why}"
+    metric = "dice"
+    rows = [row for row in results.summary if row.metric == metric]
+    home = {row.target: row.mean for row in rows if row.method == SOURCE}
+    said = []
+    for row in rows:
+        if row.method == method and row.target in home and method != SOURCE and row.target in _targets(results):
+            rate = "" if row.rate in ("none", "fixed") else f" ({row.rate})"
+            said.append(f"{row.target}{rate} {100 * row.mean:.1f} (source model {100 * home[row.target]:.1f})")
+    return f"Dice at {'; '.join(said)}" if said else None
+
+
+def _targets(results: Results) -> set[str]:
+    return {stream.target for stream in results.streams if stream.method != SOURCE}
+
+
+def results_part(results: Results | None) -> str:
+    return "Not measured yet." if results is None else markdown(by_target(results)).rstrip()
+
+
+if __name__ == "__main__":
+    main()
