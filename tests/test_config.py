@@ -49,7 +49,7 @@ def test_values_of_the_wrong_type_or_choice_fail():
         build(TrainingSettings, {"epochs": True}, "[training]")
     with pytest.raises(SettingError, match=r"loss in \[training\] must be one of ce, ce\+dice, got 'dice'"):
         build(TrainingSettings, {"loss": "dice"}, "[training]")
-    with pytest.raises(SettingError, match="lacks the key 'source'"):
+    with pytest.raises(SettingError, match="needs source sites or a model"):
         build(Experiment, {"targets": ["a"], "output": "o"}, "file.toml")
 
 

@@ -15,13 +15,14 @@ from dltta.core.ensemble import AnyAdapter
 from dltta.data.formats.format import Image
 from dltta.errors import SettingError, StateError
 from dltta.files import write_atomically
+from dltta.methods import Method
 from dltta.models.io.bundle.export import export_bundle
 from dltta.models.io.checkpoint import save_checkpoint
 from dltta.models.io.opened import OpenedModel
 from dltta.models.io.probing import SIZES, noise
 from dltta.models.predictions import probabilities
 from dltta.predictor import Predictor, load
-from dltta.recipes import Method, Recipe, paper
+from dltta.recipes import Recipe, paper
 from dltta.serving.index import StreamIndex
 from dltta.serving.journal import Fields, Journal, on_disk, walk
 from dltta.serving.record import LOG, STATE, require_schema

@@ -5,20 +5,17 @@ with the next ones; `--previews 0` keeps none.
 """
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from dltta.data.formats.images import Image
 from dltta.data.inbox import read_incoming
 from dltta.errors import DlttaError
 from dltta.files import PRIVATE, PRIVATE_FOLDER, make_folder, write_atomically
-from dltta.models.io.opened import OpenedModel
-from dltta.models.predictions import probabilities
-from dltta.predictor import load
+from dltta.predictor import Predictor, load
 from dltta.serving.journal import Fields, on_disk
 from dltta.serving.session import Request, Session, spooled
 
@@ -29,15 +26,16 @@ COLORS = np.array(  # of classes from the first one after background on
 )  # fmt: skip
 
 
-def keep_preview(
-    folder: Path, opened: OpenedModel, session: Session, request: Request, line: Fields, most: int
-) -> None:
-    """Write the picture of a request that was answered, unless it is there; only the latest `most` stay."""
+def keep_preview(folder: Path, source: Predictor, session: Session, request: Request, line: Fields, most: int) -> None:
+    """Write the picture of a request that was answered, unless it is there; only the latest `most` stay.
+
+    `source` predicts with the source model.
+    """
     place = folder / "previews"
     target = place / f"{int(line.get('sequence', 0)):08d}.png"
-    if opened.task != "segmentation" or target.is_file():
+    if source.opened.task != "segmentation" or target.is_file():
         return
-    content = _picture(opened, session, request, line)
+    content = _picture(source, session, request)
     if content is None:
         return
     with on_disk(place):
@@ -47,7 +45,7 @@ def keep_preview(
             old.unlink(missing_ok=True)
 
 
-def _picture(opened: OpenedModel, session: Session, request: Request, line: Fields) -> bytes | None:
+def _picture(source: Predictor, session: Session, request: Request) -> bytes | None:
     """The middle slice three times side by side: plain, before and after; None if it cannot be drawn."""
     from PIL import Image as Picture
 
@@ -59,10 +57,10 @@ def _picture(opened: OpenedModel, session: Session, request: Request, line: Fiel
     try:
         with spooled(session.spool, request) as case:
             image = read_incoming(case)
-        loaded = load(opened, image, "")
+        loaded = load(source.opened, image, "")
         middle = len(loaded.parts) // 2
-        part = loaded.parts[middle]
-        before = opened.labels(part.restore(_source(opened, part.image))).numpy()
+        part = replace(loaded, parts=(loaded.parts[middle],), axis=None)
+        before = source.segment("preview", part).labels(source.opened).numpy()
         after = np.asarray(format_of(mask).read_pixels(mask))
     except DlttaError:
         return None
@@ -79,15 +77,6 @@ def _picture(opened: OpenedModel, session: Session, request: Request, line: Fiel
     buffer = io.BytesIO()
     picture.save(buffer, "PNG")
     return buffer.getvalue()
-
-
-@torch.no_grad()
-def _source(opened: OpenedModel, image: Tensor) -> Tensor:
-    """The source model's class probabilities, (classes, *network size)."""
-    device = next(opened.model.parameters()).device
-    x = image[None].to(device)
-    logits = opened.model(x) if opened.window is None else opened.window.slide(x, opened.model)
-    return probabilities(logits)[0].cpu()
 
 
 def _plane(image: Image, axis: int | None, position: int) -> NDArray[np.float32]:

@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from dltta.config import make_adapter
 from dltta.errors import DataError, DlttaError, InputError, NonFiniteError, SettingError, StateError
+from dltta.methods import Method
 from dltta.models.io.opened import OpenedModel
 from dltta.models.io.opening import ModelSource
-from dltta.predictor import load
+from dltta.predictor import Predictor, load
+from dltta.recipes import paper
 from dltta.serving.journal import Fields
 from dltta.serving.keys import Key, KeyFolders
 from dltta.serving.lease import Lease
@@ -61,6 +64,7 @@ class Shard:
         torch.set_num_threads(settings.threads)
         self.settings, self.folders = settings, KeyFolders(settings.root)
         self._opened: dict[str, OpenedModel] = {}
+        self._sources: dict[str, Predictor] = {}
         self._sessions: OrderedDict[Key, Session] = OrderedDict()
         self._owner = f"{socket.gethostname()}:{os.getpid()}"
 
@@ -175,6 +179,13 @@ class Shard:
             self._opened[name] = opened
         return self._opened[name]
 
+    def _plain(self, name: str) -> Predictor:
+        """Predicts with the source model."""
+        if name not in self._sources:
+            opened = self._model(name)
+            self._sources[name] = Predictor(opened, make_adapter(opened, paper(Method.SOURCE)))
+        return self._sources[name]
+
     def _evict(self, key: Key) -> None:
         session = self._sessions.pop(key, None)
         if session is not None:
@@ -184,9 +195,8 @@ class Shard:
         if self.settings.previews:
             from dltta.serving.previews import keep_preview
 
-            keep_preview(
-                self.folders.folder(key), self._model(key.model), session, request, line, self.settings.previews
-            )
+            source = self._plain(key.model)
+            keep_preview(self.folders.folder(key), source, session, request, line, self.settings.previews)
 
 
 def _sentence(error: DlttaError, request: Request) -> str:
