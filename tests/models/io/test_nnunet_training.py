@@ -1,8 +1,10 @@
 """A network that nnU-Net planned and trained itself: adapted, exported, and predicted by nnU-Net again."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import nibabel as nib
 import numpy as np
@@ -17,7 +19,8 @@ from dltta.data.formats.images import read_mask
 pytestmark = pytest.mark.slow
 NAME = "Dataset900_Phantom"
 TRAINING = """
-import json, sys, torch
+import json, os, sys, torch
+os.environ["nnUNet_n_proc_DA"] = "0"  # no processes of their own for augmentation
 from nnunetv2.training.nnUNetTrainer.nnUNetTrainer import nnUNetTrainer
 folder, configuration = sys.argv[1:]
 plans, dataset = (json.load(open(f"{folder}/{name}")) for name in ("nnUNetPlans.json", "dataset.json"))
@@ -67,12 +70,9 @@ class Environment:
     """Commands with nnU-Net's folders in their environment and few processes."""
 
     def __init__(self, root):
-        import os
-        from pathlib import Path
-
         self.scripts = Path(sys.executable).parent
         folders = {f"nnUNet_{name}": str(root / name) for name in ("raw", "preprocessed", "results")}
-        few = {"nnUNet_n_proc_DA": "0", "nnUNet_def_n_proc": "1", "nnUNet_compile": "f", "OMP_NUM_THREADS": "1"}
+        few = {"nnUNet_n_proc_DA": "1", "nnUNet_def_n_proc": "1", "nnUNet_compile": "f", "OMP_NUM_THREADS": "1"}
         self.variables = {**os.environ, **folders, **few}
 
     def __call__(self, program, *arguments):
