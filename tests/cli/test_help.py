@@ -63,7 +63,7 @@ def test_every_choice_is_named_in_the_help_of_its_option(path):
 def test_the_options_about_a_model_of_ones_own_are_the_same_everywhere(shown):
     panels = {path: shown(path).split(options.OwnModel.panel) for path in COMMANDS}
     found = {path: parts[1].split("╰")[0] for path, parts in panels.items() if len(parts) == 2}
-    assert set(found) == {("adapt",), ("inspect",), ("state", "export")}
+    assert set(found) == {("adapt",), ("bench",), ("inspect",), ("state", "export"), ("model", "card")}
     assert len(set(found.values())) == 1
 
 
