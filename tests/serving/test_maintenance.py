@@ -6,13 +6,24 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dltta import Adapter
+from dltta.data.formats.images import read_image
 from dltta.data.inbox import find_incoming
 from dltta.data.preprocessing import Preprocessing
 from dltta.errors import SettingError, StateError
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from dltta.models.io.opening import open_model
 from dltta.models.nets.architecture import Architecture
-from dltta.serving.maintenance import export, list_versions, predicted_names, roll_back, show_version
+from dltta.objectives import PTBN
+from dltta.serving.maintenance import (
+    difference,
+    export,
+    list_versions,
+    live_adapter,
+    predicted_names,
+    roll_back,
+    show_version,
+)
 from dltta.serving.verification import verify
 from networks import Segmenter, trained
 from streams import SEGMENTS, left, lines, run, segmenter, write_images
@@ -157,6 +168,40 @@ class TestExport:
         export(tmp_path / "out", opened, tmp_path / "first", number=0)
         first = load_checkpoint(tmp_path / "first").model.state_dict()
         assert all(torch.equal(first[name], tensor) for name, tensor in opened.model.state_dict().items())
+
+    def test_running_statistics_are_stored_in_the_network(self, tmp_path, images):
+        opened = segmenter()
+        first, output = read_image(sorted(images.iterdir())[0]), tmp_path / "out"
+        (tmp_path / "one").mkdir()
+        shutil.copy(sorted(images.iterdir())[0], tmp_path / "one")
+        self.adapted(opened, tmp_path / "one", output, method="ptbn", statistics="running")
+        export(output, opened, tmp_path / "new")
+        found = load_file(tmp_path / "new" / "model.safetensors")
+        name, layer = next((n, m) for n, m in opened.model.named_modules() if isinstance(m, torch.nn.BatchNorm2d))
+        seen = []
+        layer.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        opened.model(opened.prepare(first).image[None])
+        mean = 0.9 * layer.running_mean + 0.1 * seen[0].mean((0, 2, 3))
+        variance = 0.9 * layer.running_var + 0.1 * seen[0].var((0, 2, 3), correction=0)
+        assert torch.allclose(found[f"{name}.running_mean"], mean, atol=1e-5)
+        assert torch.allclose(found[f"{name}.running_var"], variance, atol=1e-5)
+
+    def test_the_distance_to_the_adapting_model_is_measured(self, tmp_path, images):
+        """By statistics of the image alone: the exported network has the stored ones again."""
+        opened, output = segmenter(), tmp_path / "out"
+        self.adapted(opened, images, output, method="ptbn")
+        adapted = export(output, opened, tmp_path / "new")
+        read = [read_image(path) for path in sorted(images.iterdir())[:2]]
+        shares = []
+        for image in read:
+            x = opened.prepare(image).image[None]
+            stored = opened.model(x).argmax(1)
+            instance = Adapter(opened.model, PTBN()).step(x).logits.argmax(1)
+            shares.append((stored != instance).float().mean().item())
+        assert sum(shares) > 0
+        live = live_adapter(output, opened)
+        assert difference(live, adapted, read) == pytest.approx(sum(shares) / 2, abs=1e-6)
+        assert difference(live, adapted) >= 0  # on noise
 
     def test_a_checkpoint_goes_as_a_bundle(self, tmp_path, images):
         opened = checkpoint(tmp_path / "model")

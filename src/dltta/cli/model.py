@@ -29,7 +29,7 @@ def card(
 
     Examples:
         dltta model card models/a
-        dltta model card results/Dataset001_a/nnUNetTrainer__nnUNetPlans__3d_fullres -o README.md
+        dltta model card bundles/spleen -o README.md
     """
     from dltta.evaluation.card import model_card
     from dltta.files import write_atomically

@@ -1,8 +1,10 @@
 """A network that nnU-Net planned and trained itself: adapted, exported, and predicted by nnU-Net again."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import nibabel as nib
 import numpy as np
@@ -17,12 +19,11 @@ from dltta.data.formats.images import read_mask
 pytestmark = pytest.mark.slow
 NAME = "Dataset900_Phantom"
 TRAINING = """
-import json, sys, torch
-from nnunetv2.training.nnUNetTrainer.nnUNetTrainer import nnUNetTrainer
-folder, configuration = sys.argv[1:]
-plans, dataset = (json.load(open(f"{folder}/{name}")) for name in ("nnUNetPlans.json", "dataset.json"))
+import os, sys, torch
+os.environ["nnUNet_n_proc_DA"] = "0"  # no processes of their own for augmentation
+from nnunetv2.run.run_training import get_trainer_from_args
 torch.manual_seed(0)
-trainer = nnUNetTrainer(plans, configuration, 0, dataset, torch.device("cpu"))
+trainer = get_trainer_from_args("900", sys.argv[1], 0, device=torch.device("cpu"))
 trainer.num_epochs, trainer.num_iterations_per_epoch, trainer.num_val_iterations_per_epoch = 1, 12, 1
 trainer.run_training()
 """
@@ -56,10 +57,9 @@ def trained(tmp_path_factory):
     (raw / "dataset.json").write_text(json.dumps(description))
     run = Environment(root)
     run("nnUNetv2_plan_and_preprocess", "-d", "900", "-c", "2d", "3d_fullres", "-np", "1", "1", "-npfp", "1")
-    preprocessed = root / "preprocessed" / NAME
-    _make_smaller(preprocessed / "nnUNetPlans.json")
+    _make_smaller(root / "preprocessed" / NAME / "nnUNetPlans.json")
     for configuration in ("2d", "3d_fullres"):
-        run(sys.executable, "-c", TRAINING, preprocessed, configuration)
+        run(sys.executable, "-c", TRAINING, configuration)
     return root, run
 
 
@@ -67,12 +67,9 @@ class Environment:
     """Commands with nnU-Net's folders in their environment and few processes."""
 
     def __init__(self, root):
-        import os
-        from pathlib import Path
-
         self.scripts = Path(sys.executable).parent
         folders = {f"nnUNet_{name}": str(root / name) for name in ("raw", "preprocessed", "results")}
-        few = {"nnUNet_n_proc_DA": "0", "nnUNet_def_n_proc": "1", "nnUNet_compile": "f", "OMP_NUM_THREADS": "1"}
+        few = {"nnUNet_n_proc_DA": "1", "nnUNet_def_n_proc": "1", "nnUNet_compile": "f", "OMP_NUM_THREADS": "1"}
         self.variables = {**os.environ, **folders, **few}
 
     def __call__(self, program, *arguments):
