@@ -74,10 +74,12 @@ def test_a_classifier_learns(tmp_path):
     assert checkpoint.record["score"] >= 0.9
 
 
-def test_the_last_epoch_is_kept_if_asked(tmp_path):
-    checkpoint = training(tmp_path, epochs=4, keep="last").run()
-    assert checkpoint.record["epoch"] == 4
-    assert same(weights(tmp_path), weights(tmp_path / "last"))
+@pytest.mark.parametrize(("keep", "kept"), [("best", 2), ("last", 4)])
+def test_the_last_epoch_is_kept_if_asked(tmp_path, monkeypatch, keep, kept):
+    monkeypatch.setattr(SourceTraining, "_score", Mock(side_effect=[0.3, 0.9, 0.5, 0.4]))
+    checkpoint = training(tmp_path, epochs=4, keep=keep).run()
+    assert checkpoint.record["epoch"] == kept
+    assert same(weights(tmp_path), weights(tmp_path / "last")) == (keep == "last")
 
 
 @pytest.mark.long

@@ -14,13 +14,17 @@ from dltta.training.examples import Pair
 
 
 class TaskLoss(nn.Module):
-    """Cross-entropy, mean over the batch and its positions; "ce+dice" adds soft Dice over the foreground classes."""
+    """Cross-entropy, mean over the batch and its positions; "ce+dice" adds soft Dice over the foreground classes.
+
+    Dice is that of the whole batch, as nnU-Net has it in 2-D: a slice without a class says nothing of its overlap.
+    """
 
     def __init__(self, kind: Literal["ce", "ce+dice"]) -> None:
         super().__init__()
         from monai.losses import DiceLoss  # here: importing any part of MONAI imports all of it
 
-        self.dice = DiceLoss(include_background=False, to_onehot_y=True, softmax=True) if kind == "ce+dice" else None
+        overlap = DiceLoss(include_background=False, to_onehot_y=True, softmax=True, batch=True)
+        self.dice = overlap if kind == "ce+dice" else None
 
     def forward(self, logits: Tensor, label: Tensor) -> Tensor:
         loss = F.cross_entropy(logits, label)
