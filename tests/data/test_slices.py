@@ -9,6 +9,7 @@ from dltta.config import default_architecture, default_preprocessing, open_datas
 from dltta.data.formats.images import Geometry
 from dltta.data.sites import Slices
 from dltta.data.slices import from_slices, slice_axis, to_slices
+from dltta.data.streams import SiteStream, stream_order
 from dltta.errors import DataError
 from dltta.evaluation.experiment import Experiment, run_experiment
 from dltta.recipes import Recipe
@@ -63,6 +64,16 @@ def test_a_site_is_opened_slice_by_slice_by_name(tmp_path):
     assert open_dataset(str(tmp_path / "a"))[0].image.shape == (1, 32, 32, 4)
     with pytest.raises(DataError, match="there is no folder nowhere"):
         open_dataset("slices:nowhere")
+
+
+def test_slices_of_a_volume_come_in_a_row_and_volumes_in_any_order(tmp_path):
+    opened = open_dataset(f"slices:{site(tmp_path / 'a', 2.0)}")
+    orders = {tuple(stream_order(opened, np.random.default_rng(seed))) for seed in range(8)}
+    assert orders == {(0, 1, 2, 3, 4, 5, 6, 7), (4, 5, 6, 7, 0, 1, 2, 3)}
+    twice = SiteStream((opened, opened))
+    orders = {tuple(stream_order(twice, np.random.default_rng(seed))) for seed in range(20)}
+    assert len(orders) == 4
+    assert (0, 1, 2, 3, 4, 5, 6, 7, 12, 13, 14, 15, 8, 9, 10, 11) in orders
 
 
 @pytest.mark.long

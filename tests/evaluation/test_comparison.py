@@ -116,6 +116,8 @@ def test_slices_taken_for_patients_would_promise_too_much():
     patients = {f"c{i}": f"p{i // 9}" for i in range(54)}
     gains = [{case: 0.1 * int(patient[1]) for case, patient in patients.items()}]  # alike within a patient
     low, high = bootstrap_interval(gains, patients)
+    deviation = math.sqrt(sum((0.1 * i - 0.25) ** 2 for i in range(6)) / 6)
+    assert high - low == pytest.approx(2 * 1.96 * deviation / math.sqrt(6), rel=0.08)
     by_case = bootstrap_interval(gains, {case: case for case in patients})
     assert by_case[1] - by_case[0] == pytest.approx((high - low) / 3, rel=0.2)  # nine times as many: 1 / sqrt(9)
 

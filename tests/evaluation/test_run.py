@@ -137,9 +137,9 @@ def test_missed_and_invented_structures_are_counted():
 
 
 def test_rows_know_their_patient():
-    rows = run_stream(Echo(), Site([image("a", [1.0], [1])]), [0]).cases
-    assert rows[0].patient == ("B", "a")
-    assert replace(rows[0], group="p").patient == ("B", "p")
+    rows = run_stream(Echo(), Site([replace(image("a", [1.0], [1]), group="p")]), [0]).cases
+    assert rows[0].patient == ("B", "p")
+    assert replace(rows[0], group=None).patient == ("B", "a")
 
 
 def sliced(volume: str, predictions: list[list[float]], labels: list[list[int]], **options: object) -> list[Case]:

@@ -168,15 +168,18 @@ def test_shares_of_right_predictions_per_patient_are_ranked():
 
 
 def test_volumes_are_compared_not_their_slices():
-    def of_slices(method, rate, dice):
-        base = stream(method, rate, dice)
+    def of_slices(method, rate, dice, **options):
+        base = stream(method, rate, dice, **options)
         slices = tuple(CaseRecord(f"v{v}_{s}", "B", {}, None, volume=f"v{v}") for v in range(len(dice)) for s in "ab")
         return replace(base, cases=slices, volumes=base.cases)
 
     source, tent = [0.5, 0.6, 0.7], [0.6, 0.5, 0.9]
-    whole = by_target(results(stream("source", "none", source), stream("tent", "fixed", tent)))
-    assert by_target(results(of_slices("source", "none", source), of_slices("tent", "fixed", tent))) == whole
-    assert whole.rows[1].worse == pytest.approx(1 / 3)
+    whole = results(stream("source", "none", source, hd95=3.0), stream("tent", "fixed", tent))
+    sliced = results(of_slices("source", "none", source, hd95=3.0), of_slices("tent", "fixed", tent))
+    assert by_target(sliced) == by_target(whole)
+    assert by_target(sliced).rows[1].worse == pytest.approx(1 / 3)
+    assert by_target(sliced, "hd95") == by_target(whole, "hd95")
+    assert by_target(sliced, "hd95").rows[1].worse == 1
 
 
 def guarded() -> StreamResult:

@@ -146,6 +146,7 @@ class Slices:
                 )
             self._axes.append(slice_axis(geometry))
             self._index += [(volume, position) for position in range(geometry.shape[self._axes[-1]])]
+        self.volume_of = tuple(volume for volume, _ in self._index)  # by slice; slices of a volume follow one another
         self.names = tuple(f"{volumes.names[volume]}_slice{position:03d}" for volume, position in self._index)
         self.groups = tuple(volumes.groups[volume] for volume, _ in self._index)
 

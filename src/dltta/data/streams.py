@@ -8,6 +8,7 @@ from typing import Literal, cast, get_args
 import numpy as np
 
 from dltta.data.case import Case, Dataset, Task
+from dltta.data.sites import Slices
 from dltta.errors import DataError, SettingError
 
 Turns = Literal["sequence", "interleave"]
@@ -76,12 +77,19 @@ def split_stream(spec: str) -> tuple[Turns, tuple[str, ...]] | None:
 
 
 def stream_order(dataset: Dataset, generator: np.random.Generator) -> list[int]:
-    """A random order of the images; in a stream of several sites each site's images change places among themselves."""
+    """A random order of the images; in a stream of several sites each site's images change places among themselves.
+
+    Volumes taken slice by slice change places as a whole: the slices of one volume come in a row, as from a scanner.
+    """
+    if isinstance(dataset, Slices):
+        volume_of = np.array(dataset.volume_of)
+        volumes = generator.permutation(len(dataset.volumes))
+        return [int(index) for volume in volumes for index in np.flatnonzero(volume_of == volume)]
     if not isinstance(dataset, SiteStream):
         return cast(list[int], generator.permutation(len(dataset)).tolist())
     order = np.arange(len(dataset))
     owners = np.array([part for part, _ in dataset.places])
-    for part in range(len(dataset.parts)):
-        own = np.flatnonzero(owners == part)
-        order[own] = own[generator.permutation(len(own))]
+    for number, part in enumerate(dataset.parts):
+        own = np.flatnonzero(owners == number)
+        order[own] = own[stream_order(part, generator)]
     return order.tolist()
