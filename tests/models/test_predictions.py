@@ -5,7 +5,16 @@ import pytest
 import torch
 from torch import tensor
 
-from dltta.models.predictions import all_finite, entropy, most_likely, probabilities
+from dltta.models.predictions import (
+    all_finite,
+    as_logits,
+    each_prediction,
+    entropy,
+    greatest_entropy,
+    log_probabilities,
+    most_likely,
+    probabilities,
+)
 
 
 def test_two_logits_by_hand():
@@ -80,3 +89,29 @@ def test_one_value_that_is_not_finite_is_seen(value, dtype, place):
     tensor.view(-1)[place] = value
     assert not all_finite(tensor)
     assert not all_finite(tensor.transpose(0, 2))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_logarithms_of_probabilities_and_the_way_back(channels):
+    logits = torch.randn(2, channels, 4, generator=torch.Generator().manual_seed(0))
+    log_p = log_probabilities(logits)
+    torch.testing.assert_close(log_p.exp(), probabilities(logits))
+    torch.testing.assert_close(probabilities(as_logits(log_p, channels)), probabilities(logits))
+    assert as_logits(log_p, channels).shape == logits.shape
+    far = log_probabilities(torch.full((1, channels), -300.0) * torch.arange(1, channels + 1))
+    assert far.isfinite().all()
+
+
+def test_the_greatest_entropy_is_that_of_equal_probabilities():
+    for channels in (1, 2, 5):
+        logits = torch.zeros(1, channels)
+        assert greatest_entropy(logits) == pytest.approx(entropy(logits).item(), abs=1e-6)
+
+
+def test_each_prediction_is_a_row_in_the_order_of_its_entropy():
+    logits = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+    rows = each_prediction(logits)
+    assert rows.shape == (40, 3)
+    assert torch.equal(rows[1 * 20 + 2 * 5 + 3], logits[1, :, 2, 3])
+    torch.testing.assert_close(entropy(rows), entropy(logits).flatten())
+    assert torch.equal(each_prediction(logits[:, :, 0, 0]), logits[:, :, 0, 0])
