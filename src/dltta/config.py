@@ -90,8 +90,10 @@ def make_adapter(model: Checkpoint | OpenedModel, recipe: Recipe) -> AnyAdapter:
 
 def _make_single(model: Checkpoint | OpenedModel, recipe: Recipe) -> Adapter:
     recipe = recipe.resolved(model.task, calibrated=model.calibration is not None)
-    if recipe.method in (Method.SOURCE, *UDA):  # the source model exactly; the others adapted in training
-        return Adapter(model.model, Source(), layout="given" if recipe.method == Method.SOURCE else "auto")
+    if recipe.method == Method.SOURCE:  # exactly
+        return Adapter(model.model, make_objective(recipe.method, model, settings=recipe.settings), layout="given")
+    if recipe.method in UDA:  # adapted in training
+        return Adapter(model.model, Source())
     objective = make_objective(
         recipe.method, model, make_statistics(recipe, model.calibration), settings=recipe.settings
     )

@@ -53,7 +53,13 @@ def test_a_checkpoint_with_all_parts_works_with_every_method():
     seen = overview(open_checkpoint(source, "net"))
     found = checks(seen)
     assert tuple(found) == tuple(Method)
-    assert all(check.works for check in found.values()), [check.reason for check in found.values()]
+    assert [str(name) for name, check in found.items() if not check.works] == ["dtta", "ttt++"]  # not trained here
+    assert "train it with `--with dtta`" in found["dtta"].reason
+    assert "train it with `--with ttt++`" in found["ttt++"].reason
+    assert (found["t3a"].tensors, found["t3a"].statistics) == (0, 0)
+    assert found["t3a"].changes == "the last layer, without a gradient"
+    assert found["rotta"].tensors == found["note"].tensors == 36
+    assert found["cotta"].share == 1
     assert found["source"].statistics == 0
     assert found["ptbn"].statistics == found["tent"].statistics == 18
     norms = [layer for layer in source.model.modules() if isinstance(layer, torch.nn.BatchNorm2d)]
@@ -101,6 +107,7 @@ class TestCommand:
         assert re.search(r"conv_0.conv_0.conv +Conv2d +4x32x32 +40\n", out)
         assert re.search(r"BatchNorm2d +18 +18 +18", out)
         assert re.search(r"tent +36 +736 +\d+\.\d\d%", out)
+        assert re.search(r"t3a +0 +0 +0 +changes the last layer, without a", out)
         assert "default feature layer: down_4, keys of 64x2x2" in out
         assert "18 ReLU" in out
 

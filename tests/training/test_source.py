@@ -19,10 +19,12 @@ from dltta.config import make_adapter, make_objective
 from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DataError, SettingError, StateError
 from dltta.models.calibration import LayerSamples
+from dltta.models.encoder import encode
 from dltta.models.io.checkpoint import Rotation, load_checkpoint
 from dltta.models.io.fingerprint import fingerprint
 from dltta.models.io.opening import open_checkpoint
 from dltta.models.nets.architecture import Architecture
+from dltta.models.normalization import use_test_statistics
 from dltta.models.parts.rotation import RotationHead
 from dltta.recipes import paper
 from dltta.training import SourceTraining, TrainingSettings
@@ -139,6 +141,39 @@ def test_the_same_seed_gives_the_same_weights_and_another_does_not(tmp_path):
     assert not same(weights(tmp_path / "a"), weights(tmp_path / "c"))
 
 
+# ---- the network of TTT++
+
+
+def test_the_network_of_ttt_plus_has_its_head_and_the_moments_of_source_features(both):
+    _, checkpoint = both
+    start = checkpoint.for_method("ttt++")
+    assert start is checkpoint.contrastive
+    assert start.record["losses"] == ["task", "contrast"]
+    assert fingerprint(start.model) not in (fingerprint(checkpoint.model), fingerprint(checkpoint.joint.model))
+    history = [row for row in checkpoint.record["history"] if row["stage"] == "ttt++"]
+    assert [math.isfinite(row["contrast"]) for row in history] == [True, True]
+    adapter = make_adapter(open_checkpoint(checkpoint, "net"), paper("ttt++", "fixed"))
+    step = adapter.step(Blobs()[0].image[None])
+    assert set(adapter.adapted_parameters()) == set(start.contrast.shared)
+    assert step.rate == 1e-4
+
+
+def test_moments_are_those_of_single_source_images_by_a_slow_loop(both):
+    """Every source image of the eight, normalized by itself; every position of the bottleneck is a sample."""
+    start = both[1].contrastive
+    model = copy.deepcopy(start.model)
+    use_test_statistics(model)
+    with torch.no_grad():
+        maps = [encode(model, start.contrast.layer, Blobs()[i].image[None])[0].double() for i in range(8)]
+    rows = [column for each in maps for column in each.flatten(1).T]
+    mean = sum(rows) / len(rows)
+    spread = sum(torch.outer(row - mean, row - mean) for row in rows) / (len(rows) - 1)
+    assert torch.allclose(start.contrast.features.mean.double(), mean, atol=1e-5)
+    assert torch.allclose(start.contrast.features.covariance.double(), spread, atol=1e-5)
+    far = [((each.flatten(1).mean(1) - mean) ** 2).mean().item() / 2 for each in maps]
+    assert start.contrast.features.mean_distance == pytest.approx(sum(far) / 8, rel=1e-4)
+
+
 # ---- the source model and the network of TTT
 
 
@@ -147,7 +182,7 @@ def both(tmp_path_factory):
     """A source model trained without anything else, and one with everything."""
     folder = tmp_path_factory.mktemp("both")
     plain = training(folder / "plain", epochs=2).run()
-    return plain, training(folder / "all", epochs=2, with_=("ttt", "dtta", "atta", "memory")).run()
+    return plain, training(folder / "all", epochs=2, with_=("ttt", "ttt++", "dtta", "atta", "memory")).run()
 
 
 def test_the_source_model_is_the_same_bits_whatever_is_trained_beside_it(both):
@@ -278,27 +313,32 @@ class Stop(Exception):
 @pytest.mark.parametrize(
     "moment",
     [
-        ("task", 2, 1), ("task", 1, 3), ("ttt", 1, 2), ("ttt", 3, 1), ("dtta", 1, 1), ("dtta", 2, 2),
+        ("task", 2, 1), ("task", 1, 3), ("ttt", 1, 2), ("ttt", 3, 1), ("ttt++", 2, 1), ("dtta", 2, 2),
         ("denoiser", 1, 2), ("denoiser", 2, 1), ("atta", 1, 2), ("atta", 2, 1),
     ],
 )  # fmt: skip
 def test_a_killed_training_resumes_to_the_same_weights(tmp_path, moment):
-    training(tmp_path / "whole", with_=("ttt", "dtta", "atta")).run()
+    training(tmp_path / "whole", with_=("ttt", "ttt++", "dtta", "atta")).run()
 
     def stop(plan, epoch, batch, batches, loss):
         if (plan.stage, epoch, batch) == moment:
             raise Stop
 
     with pytest.raises(Stop):
-        training(tmp_path / "killed", with_=("ttt", "dtta", "atta"), report=stop).run()
-    resumed = training(tmp_path / "killed", with_=("ttt", "dtta", "atta"), resume=True).run()
+        training(tmp_path / "killed", with_=("ttt", "ttt++", "dtta", "atta"), report=stop).run()
+    resumed = training(tmp_path / "killed", with_=("ttt", "ttt++", "dtta", "atta"), resume=True).run()
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
     whole = load_checkpoint(tmp_path / "whole")
 
     def strip(rows):
         return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
-    for one, other in ((resumed, whole), (resumed.joint, whole.joint), (resumed.normalized, whole.normalized)):
+    for one, other in (
+        (resumed, whole),
+        (resumed.joint, whole.joint),
+        (resumed.normalized, whole.normalized),
+        (resumed.contrastive, whole.contrastive),
+    ):
         assert strip(one.record["history"]) == strip(other.record["history"])
         assert one.record["epoch"] == other.record["epoch"]
         assert one.calibration.checksum() == other.calibration.checksum()

@@ -15,7 +15,7 @@ from dltta.core.objectives import Objective
 from dltta.core.rates import Fixed
 from dltta.errors import DlttaError
 from dltta.evaluation.card import missing_parts
-from dltta.methods import Method
+from dltta.methods import METHODS, Method
 from dltta.models.inspection import Layer, NetworkSummary, count, statistics_changed, summarize
 from dltta.models.io.checkpoint import training_words
 from dltta.models.io.opened import OpenedModel
@@ -36,6 +36,7 @@ class MethodCheck:
     share: float = 0.0  # of the network's parameters
     added: int = 0  # of the parameters that move, those put into the network
     statistics: int = 0  # layers that normalize by the test batch instead of the training set
+    changes: str = ""  # what it changes, in words
     losses: tuple[str, ...] | None = None  # that the network it starts from was trained with, where that is known
 
 
@@ -119,6 +120,7 @@ def check_method(opened: OpenedModel, method: str, x: Tensor) -> MethodCheck:
         share=numbers / count(opened.model),
         added=sum(parameter.numel() for name, parameter in moving.items() if name not in own),
         statistics=statistics_changed(opened.model, adapter.model),
+        changes=METHODS[method].facts.moves,
         losses=_losses(opened),
     )
 
@@ -199,7 +201,9 @@ def _words(check: MethodCheck) -> str:
         f"moves added layers of {check.added:,} parameters" if check.added else "",
         f"test statistics in {check.statistics} normalization layers" if check.statistics else "",
     ]
-    return "; ".join(part for part in parts if part) or "runs the source model"
+    if (said := "; ".join(part for part in parts if part)) or check.method == Method.SOURCE:
+        return said or "runs the source model"
+    return f"changes {check.changes}"
 
 
 def _memory(seen: Overview) -> Text:
