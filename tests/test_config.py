@@ -230,7 +230,7 @@ def test_a_target_needs_no_labels(tmp_path):
 def test_an_experiment_names_what_it_does_not_know():
     with pytest.raises(SettingError, match="no method 'tnet'; did you mean 'tent'"):
         Experiment(("a",), ("b",), "out", methods=("tnet",))
-    with pytest.raises(SettingError, match="at least one source"):
+    with pytest.raises(SettingError, match="at least one target"):
         Experiment((), ("b",), "out")
 
 
