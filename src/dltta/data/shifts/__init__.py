@@ -1,0 +1,6 @@
+"""1 images. Simulated sites: labeled source images as other scanners, stains and protocols would show them."""
+
+from dltta.data.shifts.draw import HARMFUL, SOURCE_SITE, draw_sites
+from dltta.data.shifts.site import SimulatedSite
+
+__all__ = ["HARMFUL", "SOURCE_SITE", "SimulatedSite", "draw_sites"]
