@@ -34,7 +34,9 @@ from dltta.data.streams import SiteStream, split_stream, stream_order
 from dltta.errors import DataError, SettingError
 from dltta.evaluation.examples import Example, Keep, gather_examples
 from dltta.evaluation.formats import csv_text, latex, markdown
+from dltta.evaluation.home import rehearse_checkpoint
 from dltta.evaluation.provenance import Provenance, checksum
+from dltta.evaluation.rehearsal import Progress
 from dltta.evaluation.report import write_report
 from dltta.evaluation.results import Results, StreamResult
 from dltta.evaluation.run import run_stream
@@ -214,6 +216,9 @@ class Listener:
     def training(self, seed: int) -> Report:
         return lambda *at: None
 
+    def rehearsal(self, seed: int) -> Progress:
+        return lambda done, total: None
+
     def streams(self, total: int) -> Callable[[Job], None]:
         return lambda job: None
 
@@ -252,7 +257,10 @@ def prepare(
     """Look at the sites, train what is not trained, read the data once; the models by seed."""
     listener = listener or Listener()
     _check_sites(experiment)
-    models = {seed: train_source(experiment, seed, device, listener.training(seed)) for seed in range(experiment.seeds)}
+    models = {
+        seed: train_source(experiment, seed, device, listener.training(seed), listener.rehearsal(seed))
+        for seed in range(experiment.seeds)
+    }
     weights = {f"seed_{seed}": _weights(model) for seed, model in models.items()}
     for job in experiment.jobs():
         if job.model not in weights:
@@ -262,6 +270,7 @@ def prepare(
         f"seed_{seed}": "".join(
             each.calibration.checksum() for each in (model, model.joint) if each and each.calibration
         )
+        + ("" if model.rehearsal is None else sha256(json.dumps(model.rehearsal).encode()).hexdigest())
         for seed, model in models.items()
     }
     networks = {"source": models[0], "ttt": models[0].joint}
@@ -269,8 +278,10 @@ def prepare(
     return Bench(experiment, weights, _data(experiment, models), measured, losses), models
 
 
-def train_source(experiment: Experiment, seed: int, device: str, report: Report) -> Checkpoint:
-    """The source model of one seed, trained or continued or found."""
+def train_source(
+    experiment: Experiment, seed: int, device: str, report: Report, rehearsing: Progress | None = None
+) -> Checkpoint:
+    """The source model of one seed, trained or continued or found; rehearsed with if that is needed."""
     sites = [experiment.open(spec) for spec in experiment.source]
     training = SourceTraining(
         sites,
@@ -282,7 +293,11 @@ def train_source(experiment: Experiment, seed: int, device: str, report: Report)
         resume=True,
         report=report,
     )
-    return training.run()
+    checkpoint = training.run()
+    if RECOMMENDED not in experiment.methods or checkpoint.rehearsal is not None:
+        return checkpoint
+    where = torch.device(device)
+    return rehearse_checkpoint(training.folder, sites, training.settings, device=where, progress=rehearsing)[0]
 
 
 def train_uda(experiment: Experiment, job: Job, source: Checkpoint, device: str, report: Report) -> Checkpoint:

@@ -1,22 +1,22 @@
 """Rehearsal: labeled source images go through simulated sites, and what is best there is what a new site gets.
 
-All candidates predict streams of every simulated site; their scores, which labels give, and their signals, which need no
-label, are recorded. From them follow: which arms are worth their passes, what quality to expect of a candidate, and by
-what margins to choose. Everything that is reported was predicted for a site that the fit had not seen.
+All candidates predict streams of every simulated site; their scores, which labels give, and their signals, which need
+no label, are recorded. From them follow: which arms are worth their passes, what quality to expect of a candidate, and
+by what margins to choose. Everything that is reported was predicted for a site that the fit had not seen.
 """
 
 import hashlib
 import io
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dltta.data.case import Task
@@ -28,7 +28,7 @@ from dltta.models.io.opened import OpenedModel
 from dltta.models.predictions import most_likely, probabilities
 from dltta.models.quantiles import SourceValues
 from dltta.quality.candidates import BATCH, EFFORTS, SOURCE, Arms, Plan, possible_arms, possible_plans
-from dltta.quality.choosing import Policy, Rehearsed, StreamMean, Views, Yardstick, assemble, look
+from dltta.quality.choosing import Policy, Rehearsed, StreamMean, Yardstick, assemble, look
 from dltta.quality.estimate import Fitted, conformal_radius, fit
 from dltta.quality.measures import Table, Usual
 from dltta.training.calibration import calibrate
@@ -90,6 +90,23 @@ def framed(pair: Pair, framing: Framing, seed: Sequence[int]) -> Pair:
         begin = min(max(begin, 0), length - kept)
         image, label = image.narrow(1 + axis, begin, kept), label.narrow(axis, begin, kept)
     return image.contiguous(), label.contiguous()
+
+
+def cut(pair: Pair, size: Sequence[int], seed: Sequence[int]) -> Pair:
+    """A crop of this size (0: the whole axis): around something, or every third time anywhere; padded if too small."""
+    image, label = pair
+    rng = np.random.default_rng(seed)
+    there = (label > 0).nonzero()
+    close = len(there) > 0 and rng.random() < 2 / 3
+    middle = there[int(rng.integers(len(there)))].tolist() if close else None
+    for axis, (length, wanted) in enumerate(zip(label.shape, size, strict=True)):
+        kept = min(wanted or length, length)
+        begin = int(rng.integers(length - kept + 1)) if middle is None else middle[axis] - kept // 2
+        begin = min(max(begin, 0), length - kept)
+        image, label = image.narrow(1 + axis, begin, kept), label.narrow(axis, begin, kept)
+    missing = [max((wanted or length) - length, 0) for length, wanted in zip(label.shape, size, strict=True)]
+    padding = [side for each in reversed(missing) for side in (0, each)]
+    return F.pad(image, padding).contiguous(), F.pad(label, padding).contiguous()
 
 
 @dataclass(frozen=True)
@@ -406,7 +423,7 @@ def _smoothed(expected: Table, batch_size: int) -> Table:
 
 
 def _scores(predictions: Tensor, labels: Sequence[Tensor]) -> Table:
-    """Mean foreground Dice or accuracy of predictions (B, K, C, *positions), (B, K); 1 where rightly nothing is found."""
+    """Mean foreground Dice or accuracy of predictions (B, K, C, *positions), (B, K); 1 for rightly nothing."""
     return np.stack([_of_image(each, label) for each, label in zip(predictions, labels, strict=True)])
 
 
@@ -429,7 +446,14 @@ def _predict(model: nn.Module, image: Tensor) -> Tensor:
 
 
 def _batches(pairs: Sequence[Pair], size: int) -> Iterator[Sequence[Pair]]:
-    return (pairs[begin : begin + size] for begin in range(0, len(pairs), size))
+    """Images of one batch have one shape, as in `dltta adapt`."""
+    batch: list[Pair] = []
+    for pair in pairs:
+        if batch and (len(batch) == size or pair[0].shape != batch[0][0].shape):
+            yield batch
+            batch = []
+        batch.append(pair)
+    yield batch
 
 
 def _spread(cases: Sequence[Pair], count: int) -> list[Pair]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from dltta.data.case import Case, Dataset, Task
 from dltta.errors import DataError, SettingError
 from dltta.metrics import Unit, mean_defined, score_classification, score_segmentation
 from dltta.models.predictions import most_likely, probabilities
+from dltta.quality.decision import Decision
 from dltta.quality.guarded import decision_of
 
 
@@ -45,6 +46,11 @@ class CaseRecord:
     probabilities: tuple[float, ...] | None = None
     decision: str | None = None  # of the guard, an `Outcome`
     reason: str | None = None  # for the decision, a `Reason`
+    candidate: str | None = None  # which of several predictions was given
+    quality: float | None = None  # expected, from 0 to 1, and its 90 % interval
+    quality_low: float | None = None
+    quality_high: float | None = None
+    review: bool | None = None  # whether somebody should look at it
 
     @property
     def key(self) -> tuple[str, str]:
@@ -161,12 +167,22 @@ def _row(case: Case, prediction: Tensor, dataset: Dataset, step: Step, position:
     row = CaseRecord(case.name, case.site, {}, seconds, *numbers)
     if decided is not None:
         row = replace(row, decision=str(decided.outcome), reason=decided.reason and str(decided.reason))
+        row = replace(row, candidate=decided.candidate, **_expected(decided))
     try:
         if dataset.task == "classification":
             return _classified(row, prediction, case)
         return row if case.label is None else _segmented(row, prediction, case.label, case, dataset.classes)
     except DataError as error:
         raise DataError(f"case {case.name}: {error}") from error
+
+
+def _expected(decided: Decision) -> dict[str, Any]:
+    if (expected := decided.expected) is None:
+        return {}
+    return {
+        "quality": expected.score, "quality_low": expected.low, "quality_high": expected.high,
+        "review": expected.review,
+    }  # fmt: skip
 
 
 def _classified(row: CaseRecord, chances: Tensor, case: Case) -> CaseRecord:

@@ -1,7 +1,7 @@
 """2 networks. What values do source images have, and how do those of another image become like them?
 
-For networks whose normalization stores no statistics, and for scanners that differ by a curve of grey values: the values
-of every channel are mapped, in order, to the values that source images have in the mean.
+For networks whose normalization stores no statistics, and for scanners that differ by a curve of grey values: the
+values of every channel are mapped, in order, to the values that source images have in the mean.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""6 update. Which predictions could be given for an image? Each arm is the source's parameters, normalized in its own way.
+"""6 update. Which predictions could be given for an image? Each arm normalizes in its own way.
 
 An arm costs one pass, two with its flip. Mixtures of arms cost nothing more. Which arms a model runs is its `Plan`,
 chosen in rehearsal under a limit of passes.
@@ -26,7 +26,10 @@ from dltta.models.statistics import AvailableStatistics, Blended, Running, Shrin
 SOURCE, BLENDED, BATCH, SHRINKAGE, RUNNING, MATCHED = (
     "source", "blended", "batch", "shrinkage", "running", "matched",
 )  # fmt: skip
-MEAN, ENTROPY = "mean", "entropy"  # mixtures of the arms: evenly, and by their entropy as InTEnt does (Dong et al. 2024)
+MEAN, ENTROPY = (
+    "mean",
+    "entropy",
+)  # mixtures of the arms: evenly, and by entropy as InTEnt does (Dong et al. 2024)
 MIXTURES = (MEAN, ENTROPY)
 TEMPERATURE = 0.1  # nats of mean entropy: InTEnt's weights are softmax(−H / T)
 EFFORTS = {"default": 6, "low": 3}  # passes of the network that a step may cost
@@ -55,8 +58,8 @@ class Plan:
 def possible_arms(model: nn.Module, calibration: Calibration | None, values: SourceValues | None) -> tuple[str, ...]:
     """Those that make a difference to this network and for which everything is known.
 
-    Matched values are for networks that store no statistics: simulated sites, whose images show what source images show,
-    would make them look better than they are.
+    Matched values are for networks that store no statistics: simulated sites, whose images show what source images
+    show, would make them look better than they are.
     """
     normalized = any(
         isinstance(layer, _BatchNorm) and layer.track_running_stats and layer.running_mean is not None
@@ -81,7 +84,7 @@ def possible_plans(arms: Sequence[str], flip: int | None, passes: int) -> list[P
 
 
 class Arms:
-    """The networks of a plan. All share the parameters of one copy of the source model; some have statistics of their own.
+    """The networks of a plan. All share the parameters of one copy of the source model; some have own statistics.
 
     `calibration` is needed by the shrinkage arm, `values` by the matched one.
     """

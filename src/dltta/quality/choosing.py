@@ -1,7 +1,7 @@
 """6 update, 7 prediction. Which of the candidates is given? The one of highest expected quality, by rehearsed margins.
 
 The images of a stream share their site, so what is expected of a candidate is averaged along the stream. Without a
-rehearsal nothing can be expected: then the candidates are mixed by their entropy, a published choice that needs no label.
+rehearsal nothing can be expected: then candidates are mixed by their entropy, a published choice that needs no label.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -171,7 +171,8 @@ def assemble(plan: Plan, views: Views, usual: Usual | None) -> Candidates:
     kinds = plan.candidates[len(plan.arms) :]
     predictions, changed = [], []
     for image, flip in zip(arms, flips, strict=True):
-        weights = torch.stack([mixture_weights(entropies(image), kind) for kind in kinds]) if kinds else image.new_zeros(0)
+        entropy = entropies(image)
+        weights = torch.stack([mixture_weights(entropy, kind) for kind in kinds]) if kinds else image.new_zeros(0)
         mixed = torch.tensordot(weights, image, dims=1) if kinds else image[:0]
         predictions.append(torch.cat([image, mixed]))
         changed.append(np.concatenate([flip, weights.double().numpy() @ flip]) if kinds else flip)
@@ -181,7 +182,7 @@ def assemble(plan: Plan, views: Views, usual: Usual | None) -> Candidates:
     dense = stacked.ndim > 3
     marginals = stacked.mean(0) if not dense and len(stacked) >= ENOUGH else None
     signals = np.stack([
-        candidate_signals(measure(each, usual, flip, marginals), agreements(each), len(plan.arms), image)
+        candidate_signals(measure(each, usual, flip.tolist(), marginals), agreements(each), len(plan.arms), image)
         for each, flip, image in zip(stacked, changed, views.image, strict=True)
     ])  # fmt: skip
     return Candidates(stacked, signals)
@@ -326,5 +327,7 @@ def _constant(x: Tensor) -> list[bool]:
 def _decision(name: str, expected: Expected | None) -> Decision:
     """The source model, or an adapted prediction."""
     if name == SOURCE:
-        return Decision(Outcome.SOURCE, Reason.QUALITY, "the source model is expected to be best", None, (), name, expected)
+        return Decision(
+            Outcome.SOURCE, Reason.QUALITY, "the source model is expected to be best", None, (), name, expected
+        )
     return Decision(Outcome.ACCEPTED, candidate=name, expected=expected)

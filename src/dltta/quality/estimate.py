@@ -2,8 +2,8 @@
 
 A ridge regression, small enough to be looked at. An image's mean signals and each candidate's deviations from them have
 slopes of their own: what tells a hard image from an easy one need not tell a better candidate from a worse one. Every
-candidate has an intercept, and slopes of its own for what is the same for all candidates of an image. Signals are clipped
-to the range that was rehearsed, so nothing is extrapolated.
+candidate has an intercept, and slopes of its own for what is the same for all candidates of an image. Signals are
+clipped to the range that was rehearsed, so nothing is extrapolated.
 """
 
 import math
@@ -48,8 +48,8 @@ class QualityModel:
         return found
 
     def standardized(self, signals: Table) -> Table:
-        standardized: Table = (np.clip(signals, self.low, self.high) - self.center) / self.scale
-        return standardized
+        kept: Table = np.clip(signals, self.low, self.high)
+        return (kept - self.center) / self.scale
 
     def as_json(self) -> dict[str, Any]:
         arrays = {name: getattr(self, name).tolist() for name in ("center", "scale", "low", "high", "weights")}
@@ -89,8 +89,7 @@ class _Sums:
         """The intercept is not penalized."""
         ridge = np.full(len(self.scores), penalty)
         ridge[0] = 1e-8
-        found: Table = np.linalg.solve(self.products + np.diag(ridge), self.scores)
-        return found
+        return np.linalg.solve(self.products + np.diag(ridge), self.scores).astype(np.float64)
 
 
 @dataclass(frozen=True)

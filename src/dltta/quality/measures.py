@@ -26,7 +26,7 @@ Table = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True)
 class Usual:
-    """What is usual at the source site: log odds of each class's share of an image, and the outline of the foreground."""
+    """What is usual at the source site: log odds of each class's share, and the outline of the foreground."""
 
     share_mean: tuple[float, ...]
     share_spread: tuple[float, ...]
@@ -53,7 +53,8 @@ class Usual:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "Usual":
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()})
+        values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in saved.items()}
+        return cls(**values)
 
 
 def entropies(predictions: Tensor) -> Tensor:
@@ -101,7 +102,7 @@ def agreement(first: Tensor, second: Tensor) -> float:
 
 
 def candidate_signals(own: Table, agreed: Table, arms: int, image: Sequence[float]) -> Table:
-    """All `SIGNALS` of each candidate, (N, 11): the first `arms` candidates are arms, the first of them the source model.
+    """All `SIGNALS` of each candidate, (N, 11): the first `arms` of them are arms, the first the source model.
 
     A candidate's agreement is that with the arms other than itself.
     """
@@ -126,7 +127,7 @@ def log_odds(predictions: Tensor) -> Table:
 
 
 def roughness(predictions: Tensor) -> Table:
-    """Length of the borders between classes against the size of the foreground, as a logarithm, (N,); 0 if not dense."""
+    """Length of the borders between classes against the size of the foreground, as a logarithm, (N,)."""
     if predictions.ndim == 2:
         return np.zeros(len(predictions))
     hard = most_likely(predictions)  # (N, *positions)

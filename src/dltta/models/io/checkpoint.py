@@ -6,6 +6,7 @@ MODEL/
   atta.safetensors     auto-encoders, if trained
   memory.safetensors   features and predictions of source images, if kept
   calibration.safetensors   how source images look to its layers, if measured
+  rehearsal.json       what to expect of candidates at other sites, if rehearsed (`rehearsal.py`)
   ttt/                 the network that TTT starts from, if trained: a checkpoint folder with its own calibration and
                        memory, and rotation.safetensors, the head that was trained jointly with it
 """
@@ -27,6 +28,7 @@ from dltta.data.preprocessing import Preprocessing
 from dltta.errors import SettingError, StateError
 from dltta.files import write_atomically
 from dltta.models.calibration import Calibration
+from dltta.models.io.rehearsal import load_rehearsal
 from dltta.models.nets.architecture import Architecture
 from dltta.models.parts.autoencoders import AutoEncoders, Levels
 from dltta.models.parts.rotation import RotationHead
@@ -82,6 +84,7 @@ class Checkpoint:
     calibration: Calibration | None = None
     pairs: SourcePairs | None = None
     joint: "Checkpoint | None" = None  # what TTT starts from; it has the rotation head
+    rehearsal: Mapping[str, Any] | None = None  # what was learned at simulated sites, see `evaluation.rehearsal`
 
     def modules(self) -> list[nn.Module]:
         """Every network and part that was trained."""
@@ -165,6 +168,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
             calibration=_load_calibration(folder, description),
             pairs=_load_pairs(folder, description),
             joint=_load_joint(folder, description),
+            rehearsal=load_rehearsal(folder),
         )
     except (KeyError, TypeError) as error:
         raise StateError(f"{folder / 'model.json'} is malformed: {error}; train the model again") from error

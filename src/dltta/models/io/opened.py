@@ -1,9 +1,9 @@
 """2 networks. A network that somebody brought: what it takes as input and what its output means."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -102,6 +102,7 @@ class OpenedModel:
     rotation: Rotation | None = None  # what TTT needs beside its network, see `for_method`
     reconstructions: Reconstructions | None = None  # what ATTA needs
     calibration: Calibration | None = None  # how source images look to its layers
+    rehearsal: Mapping[str, Any] | None = None  # what was learned at simulated sites
     checkpoint: Checkpoint | None = None  # where it came from, if it is one of ours
     bundle: Path | None = None  # where it came from, if it is a bundle: the folder or zip
 

@@ -1,0 +1,133 @@
+"""The labeled source cases that a model rehearses with, as its network takes them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dltta.data.case import Case, Dataset
+from dltta.data.formats.images import Geometry, Image
+from dltta.errors import DataError
+from dltta.evaluation.rehearsal import FEWEST_CASES, FRAMINGS, Progress, cut, framed, rehearse
+from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
+from dltta.models.io.opened import OpenedModel
+from dltta.models.io.opening import open_checkpoint
+from dltta.models.io.rehearsal import save_rehearsal
+from dltta.training.calibration import calibrate
+from dltta.training.examples import Pair, gather, read_pairs, split_by_group
+from dltta.training.settings import TrainingSettings
+
+PARTS = "rehearsal.parts"  # finished streams of an interrupted rehearsal
+
+
+@dataclass(frozen=True)
+class Home:
+    """Labeled cases, and whether training had not seen them."""
+
+    pairs: list[Pair]
+    held_out: bool
+
+
+def rehearse_checkpoint(
+    folder: Path,
+    sites: Sequence[Dataset],
+    settings: TrainingSettings,
+    *,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> tuple[Checkpoint, Home]:
+    """A trained model folder with what it learned at simulated sites; one that has rehearsed is only read."""
+    checkpoint = load_checkpoint(folder)
+    home = at_home(sites, settings, checkpoint)
+    if checkpoint.rehearsal is None:
+        checkpoint.model.to(device)
+        opened = open_checkpoint(checkpoint, folder.name)
+        found = rehearse(opened, home.pairs, seed=settings.seed, parts=folder / PARTS, progress=progress)
+        save_rehearsal(folder, found)
+        forget_parts(folder)
+    return load_checkpoint(folder), home
+
+
+def calibrate_model(
+    opened: OpenedModel, site: Dataset, folder: Path, *, seed: int = 0, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Rehearse any model with the labeled cases of a site, and write what it learned into a folder.
+
+    A model that does not know how source images look to its layers gets that too.
+    """
+    if (site.task, len(site.classes)) != (opened.task, len(opened.classes)):
+        raise DataError(
+            f"{site.site} has {site.task} of {len(site.classes)} classes, the model does {opened.task} of "
+            f"{len(opened.classes)}"
+        )
+    pairs = of_site(opened, site)
+    missing = opened.calibration is None
+    if missing:
+        opened = replace(opened, calibration=calibrate(opened.model, _alike([image for image, _ in pairs])))
+    found = rehearse(opened, pairs, seed=seed, parts=folder / PARTS, progress=progress)
+    save_rehearsal(folder, found, opened.calibration if missing else None)
+    forget_parts(folder)
+    return found
+
+
+def forget_parts(folder: Path) -> None:
+    """Remove what an interrupted rehearsal would have continued from."""
+    parts = folder / PARTS
+    for path in parts.glob("*.npz"):
+        path.unlink()
+    if parts.is_dir():
+        parts.rmdir()
+
+
+def at_home(sites: Sequence[Dataset], settings: TrainingSettings, checkpoint: Checkpoint) -> Home:
+    """The cases that training kept for validation; all cases if it kept none."""
+    cases = gather(sites)
+    _, validation = split_by_group(cases, settings.validation, settings.seed)
+    chosen = [cases[i] for i in validation] or cases
+    pairs = read_pairs(chosen, checkpoint.preprocessing)
+    return Home(enough(pairs, settings.patch), bool(validation))
+
+
+def of_site(opened: OpenedModel, site: Dataset) -> list[Pair]:
+    """The labeled cases of a site as any opened model takes them."""
+    pairs = [_prepared(opened, site[i]) for i in range(len(site))]
+    if not pairs:
+        raise DataError(f"{site.site} has no cases to rehearse with")
+    window = None if opened.window is None else opened.window.patch
+    return enough(pairs, window if opened.task == "segmentation" else None)
+
+
+def _prepared(opened: OpenedModel, case: Case) -> Pair:
+    if case.label is None:
+        raise DataError(f"{case.site}/{case.name} has no label; rehearsal needs one for every image")
+    channels, *shape = case.image.shape
+    geometry = Geometry("png", tuple(shape), channels, case.limit, case.spacing)
+    prepared = opened.prepare(Image(case.image.numpy(), geometry))
+    label, size = case.label.long(), tuple(prepared.image.shape[1:])
+    if label.ndim and size != tuple(label.shape):
+        label = F.interpolate(label[None, None].float(), size=size, mode="nearest")[0, 0].long()
+    return prepared.image, label
+
+
+def enough(pairs: Sequence[Pair], patch: Sequence[int] | None) -> list[Pair]:
+    """Crops of the size that the network is run on; of few whole images several framings each."""
+    found = list(pairs)
+    dense = bool(found[0][1].ndim)
+    if patch is not None and dense:
+        each = max(1, -(-3 * FEWEST_CASES // len(found)))
+        return [cut(pair, patch, [i, k]) for k in range(each) for i, pair in enumerate(pairs)]
+    missing = -(-FEWEST_CASES // len(found)) - 1 if dense else 0  # times that all cases come again
+    for k in range(missing):
+        found += [framed(pair, FRAMINGS[1 + k % 2], [7 + k, i]) for i, pair in enumerate(pairs)]
+    return found
+
+
+def _alike(images: Sequence[Tensor]) -> list[Tensor]:
+    """Those of the most frequent shape, which a memory can compare."""
+    shapes = [tuple(image.shape) for image in images]
+    usual = max(dict.fromkeys(shapes), key=shapes.count)
+    return [image for image, shape in zip(images, shapes, strict=True) if shape == usual]
