@@ -63,7 +63,7 @@ def test_every_choice_is_named_in_the_help_of_its_option(path):
 def test_the_options_about_a_model_of_ones_own_are_the_same_everywhere(shown):
     panels = {path: shown(path).split(options.OwnModel.panel) for path in COMMANDS}
     found = {path: parts[1].split("╰")[0] for path, parts in panels.items() if len(parts) == 2}
-    assert set(found) == {("adapt",), ("inspect",), ("state", "export")}
+    assert set(found) == {("adapt",), ("calibrate",), ("inspect",), ("state", "export")}
     assert len(set(found.values())) == 1
 
 
@@ -80,7 +80,6 @@ def test_choices_are_those_that_the_library_knows():
     from dltta.training.settings import TrainingSettings
 
     assert tuple(options.Task) == get_args(Task)
-    assert tuple(options.UDA) == recipes.UDA
     assert set(options.StreamMode) == {*recipes.Mode, *Deployment} - {Deployment.LIVE}
     assert tuple(options.Order) == get_args(Order)
     assert (*TASKS, "all") == tuple(options.DemoTask)

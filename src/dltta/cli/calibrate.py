@@ -56,7 +56,6 @@ def calibrate(
     Examples:
         dltta calibrate -m models/a -i data/hospital_a
         dltta calibrate -m bundles/spleen -i data/spleen_a -o calibrations/spleen
-        dltta adapt -m bundles/spleen --calibration calibrations/spleen -i scans -o out
     """
     from dltta.cli.progress import bars
     from dltta.config import open_dataset

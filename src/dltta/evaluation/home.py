@@ -12,7 +12,7 @@ from torch import Tensor
 from dltta.data.case import Case, Dataset
 from dltta.data.formats.images import Geometry, Image
 from dltta.errors import DataError
-from dltta.evaluation.rehearsal import FEWEST_CASES, FRAMINGS, Progress, cut, framed, rehearse
+from dltta.evaluation.rehearsal import FEWEST_CASES, Progress, cut, framed, rehearse
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
 from dltta.models.io.opened import OpenedModel
 from dltta.models.io.opening import open_checkpoint
@@ -122,7 +122,7 @@ def enough(pairs: Sequence[Pair], patch: Sequence[int] | None) -> list[Pair]:
         return [cut(pair, patch, [i, k]) for k in range(each) for i, pair in enumerate(pairs)]
     missing = -(-FEWEST_CASES // len(found)) - 1 if dense else 0  # times that all cases come again
     for k in range(missing):
-        found += [framed(pair, FRAMINGS[1 + k % 2], [7 + k, i]) for i, pair in enumerate(pairs)]
+        found += [framed(pair, "anywhere" if k % 2 else "close", [7 + k, i]) for i, pair in enumerate(pairs)]
     return found
 
 

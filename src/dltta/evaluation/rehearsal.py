@@ -35,8 +35,9 @@ from dltta.training.calibration import calibrate
 from dltta.training.examples import Pair
 
 FORMAT = 1
-MOST_CASES, FEWEST_CASES = 48, 8
-MOST_SITES, FEWEST_SITES = 12, 6
+MOST_CASES: dict[Task, int] = {"segmentation": 24, "classification": 64}  # right or wrong says less than a Dice
+FEWEST_CASES = 8
+MOST_SITES, FEWEST_SITES = 24, 8  # sites are what is generalized over: rather more of them than more cases
 REFUSED = ("noise", "negative", "other modality")  # harmful sites that are rehearsed
 BATCHES: dict[Task, tuple[int, ...]] = {"segmentation": (1,), "classification": (1, 32)}
 WORK = 2.5e12  # multiplications and additions that a rehearsal may take: minutes on two cores
@@ -46,7 +47,7 @@ DEFAULT_MARGINS = (1.0, 0.1, 0.05, 0.02, 0.01, 0.0)  # 1: always the default
 SOURCE_MARGINS = (0.0, 0.01, 0.02, 0.05)
 FLIP_TOLERANCE = 0.002  # so much may a flip cost source images on average
 FLAGGED_SOURCE, FLAGGED_REFUSED = 0.05, 0.9  # of source images at most, of harmful ones at least
-FRAMINGS: tuple["Framing", ...] = ("whole", "close", "anywhere")  # of the simulated sites in turn
+FRAMINGS: tuple["Framing", ...] = ("whole", "whole", "whole", "close")  # of the simulated sites in turn
 Framing = Literal["whole", "close", "anywhere"]
 Progress = Callable[[int, int], None]
 
@@ -172,7 +173,7 @@ class Setup:
     @classmethod
     def of(cls, opened: OpenedModel, cases: Sequence[Pair], seed: int) -> "Setup":
         model = opened.model.eval()
-        chosen = _spread(cases, MOST_CASES)
+        chosen = _spread(cases, MOST_CASES[opened.task])
         count, sites, chosen = affordable(model, chosen, opened.task)
         chosen = _spread(chosen, count)
         images = [image for image, _ in chosen]

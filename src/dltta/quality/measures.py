@@ -59,7 +59,7 @@ class Usual:
 
 def entropies(predictions: Tensor) -> Tensor:
     """Mean entropy over positions, (N,)."""
-    return _entropy(predictions).flatten(1).mean(1)
+    return _entropy(predictions).reshape(len(predictions), -1).mean(1)
 
 
 def measure(predictions: Tensor, usual: Usual, flips: Sequence[float], marginals: Tensor | None = None) -> Table:
@@ -69,7 +69,7 @@ def measure(predictions: Tensor, usual: Usual, flips: Sequence[float], marginals
     batch where a single image has no shares (classification).
     """
     dense = predictions.ndim > 2
-    entropy = _entropy(predictions).flatten(1)  # (N, positions)
+    entropy = _entropy(predictions).reshape(len(predictions), -1)  # (N, positions)
     table = np.zeros((len(predictions), len(OWN)))
     table[:, 0] = np.log(entropy.mean(1).double().numpy() + 1e-4)
     table[:, 5] = flips
