@@ -234,7 +234,8 @@ class ChoosingAdapter(Adapter):
             with self._all_or_nothing(case), torch.inference_mode(False), torch.no_grad():
                 x = self._begin(x)
                 logits, decisions = self._choose(x)
-                self._arms.commit()
+                if decisions[0].reason != Reason.NON_FINITE:  # statistics that led to no number are not kept
+                    self._arms.commit()
                 self.batches_seen += 1
                 return GuardedStep(logits, (), of_batch(decisions))
         except BaseException:
