@@ -51,7 +51,9 @@ class UDAName(StrEnum):
 UDA = tuple(UDAName)
 WITHOUT_RATE = (Method.SOURCE, Method.PTBN, RECOMMENDED, *UDA)
 MATCHED = "matched"  # in a comparison: fixed at the mean rate of the dynamic stream
-CONTROLS = (MATCHED,)  # rates that need another stream to have run
+SHUFFLED = "shuffled"  # in a comparison: the rates of the dynamic stream in random order
+CONTROLS = (MATCHED, SHUFFLED)  # rates that need another stream to have run
+ADAM = "adam"  # as a rate: a fixed one with Adam, as Tent's authors take it (adam:1e-3)
 
 
 class Statistics(StrEnum):
@@ -218,13 +220,15 @@ def recipe_for(method: str, rate: str | None = None, **changes: Any) -> Recipe:
     rule, alpha = split_rate(rate) if rate is not None else (str(Rule.DYNAMIC), None)
     if alpha is not None:
         given["alpha"] = alpha
+    if rule == ADAM:
+        rule, given["optimizer"] = Rule.FIXED, Optimizer.ADAM
     return paper(check_name("method", method, (*Method, *UDA, RECOMMENDED)), rule).changed(**given)
 
 
 def split_rate(rate: str) -> tuple[str, float | None]:
     """`fixed:1e-2` is the rule and its α; without one the recipe's α holds. `package.module:Class` is a rule."""
     name, colon, alpha = rate.rpartition(":") if ":" in rate else (rate, "", "")
-    known = [str(rule) for rule in (*Rule, *CONTROLS)]
+    known = [str(rule) for rule in (*Rule, ADAM, *CONTROLS)]
     if colon and name not in known and alpha.isidentifier():
         return rate, None
     require("rate", name, known)

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dltta.config import (
     default_architecture,
@@ -29,6 +30,8 @@ from dltta.config import (
     make_uda,
     open_dataset,
 )
+from dltta.core.rates import Fixed
+from dltta.core.step import Step
 from dltta.data.case import Case, Cases, Dataset, Mapped
 from dltta.data.streams import SiteStream, split_stream, stream_order
 from dltta.errors import DataError, SettingError
@@ -39,7 +42,7 @@ from dltta.evaluation.provenance import Provenance, checksum
 from dltta.evaluation.rehearsal import Progress
 from dltta.evaluation.report import write_report
 from dltta.evaluation.results import Results, StreamResult
-from dltta.evaluation.run import run_stream
+from dltta.evaluation.run import Steps, run_stream
 from dltta.evaluation.tables import by_target, method_label
 from dltta.files import write_atomically
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
@@ -47,12 +50,16 @@ from dltta.models.io.fingerprint import fingerprint
 from dltta.models.io.opening import open_checkpoint
 from dltta.predictor import Predictor
 from dltta.recipes import (
+    ADAM,
+    CONTROLS,
     MATCHED,
     NO_RATE,
     RECOMMENDED,
+    SHUFFLED,
     UDA,
     WITHOUT_RATE,
     Method,
+    Optimizer,
     Recipe,
     Rule,
     check_name,
@@ -142,10 +149,10 @@ class Experiment:
         return jobs
 
     def _rates(self, method: str) -> tuple[str, ...]:
-        """Those of a method; `recommended` brings its own. Dynamic comes before matched."""
+        """Those of a method; `recommended` brings its own. Dynamic comes before its controls."""
         if method in (*WITHOUT_RATE, RECOMMENDED):
             return (NO_RATE,)
-        return tuple(sorted(self.rates, key=lambda rate: rate == MATCHED))
+        return tuple(sorted(self.rates, key=lambda rate: rate in CONTROLS))
 
     def recipe(self, job: "Job") -> Recipe:
         """What a stream is run with; a matched one's α is known once its dynamic stream has run."""
@@ -154,10 +161,10 @@ class Experiment:
         if job.rate == NO_RATE:
             return replace(self.adaptation, method=job.method)
         rule, alpha = split_rate(job.rate)
-        rule = Rule.FIXED if rule == MATCHED else rule
-        return replace(
-            self.adaptation, method=job.method, rate=rule, alpha=self.adaptation.alpha if alpha is None else alpha
-        )
+        optimizer = Optimizer.ADAM if rule == ADAM else self.adaptation.optimizer
+        rule = Rule.FIXED if rule in (ADAM, *CONTROLS) else rule
+        alpha = self.adaptation.alpha if alpha is None else alpha
+        return replace(self.adaptation, method=job.method, rate=rule, alpha=alpha, optimizer=optimizer)
 
 
 @dataclass(frozen=True)
@@ -327,9 +334,13 @@ def run_job(bench: Bench, job: Job, device: str) -> None:
     shown = Keep(dataset[i].name for i in _shown(len(dataset), experiment.examples))
     recipe = experiment.recipe(job).resolved(opened.task, calibrated=opened.calibration is not None)
     if job.rate == MATCHED:
-        recipe = replace(recipe, alpha=_dynamic_mean(bench, job, device))
-    predictor = Predictor(opened, make_adapter(opened, recipe))
-    record = run_stream(predictor, dataset, order, batch_size=recipe.batch_size or 1, collect=shown)
+        recipe = replace(recipe, alpha=fmean(_dynamic_rates(bench, job, device)))
+    steps: Steps = (predictor := Predictor(opened, make_adapter(opened, recipe)))
+    if job.rate == SHUFFLED:
+        rates = _dynamic_rates(bench, job, device)[:: recipe.batch_size or 1]  # the cases of a batch share one
+        order_of_rates = np.random.default_rng([experiment.training.seed, job.seed, job.order]).permutation(len(rates))
+        steps = Replaying(predictor, [rates[i] for i in order_of_rates])
+    record = run_stream(steps, dataset, order, batch_size=recipe.batch_size or 1, collect=shown)
     source = "+".join(checkpoint.record["sites"])
     stream = StreamResult.of(record, source=source, method=job.method, rate=job.rate, seed=job.seed, order=job.order)
     provenance = Provenance.collect(seeds=[job.seed], data={dataset.site: bench.data[job.target, job.seed]})
@@ -337,13 +348,24 @@ def run_job(bench: Bench, job: Job, device: str) -> None:
     Results(asdict(job), provenance, (stream,)).write(bench.stream_file(job))
 
 
-def _dynamic_mean(bench: Bench, job: Job, device: str) -> float:
-    """The mean rate of the dynamic stream that this one is matched to, which is run if it was not."""
+def _dynamic_rates(bench: Bench, job: Job, device: str) -> list[float]:
+    """The rates of the dynamic stream that this one is a control of, case by case; it is run if it was not."""
     dynamic = replace(job, rate="dynamic")
     if not bench.stream_file(dynamic).is_file():
         run_job(bench, dynamic, device)
     (stream,) = Results.load(bench.stream_file(dynamic)).streams
-    return fmean(case.rate for case in stream.cases if case.rate is not None)
+    return [case.rate for case in stream.cases if case.rate is not None]
+
+
+class Replaying:
+    """A predictor whose rates are given in advance, one for each batch."""
+
+    def __init__(self, predictor: Predictor, rates: Sequence[float]) -> None:
+        self._predictor, self._rates = predictor, iter(rates)
+
+    def step(self, x: Tensor, *, case: str) -> Step:
+        self._predictor.adapter.rate = Fixed(next(self._rates))
+        return self._predictor.step(x, case=case)
 
 
 def open_stream(experiment: Experiment, job: Job, device: str) -> tuple[Checkpoint, Dataset, list[int]]:
