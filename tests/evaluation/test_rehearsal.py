@@ -25,6 +25,8 @@ from dltta.evaluation.rehearsal import (
     framed,
     operations,
     rehearse,
+    scores_of,
+    sizes_of,
     tuned,
     worth_of,
 )
@@ -36,7 +38,9 @@ from dltta.quality.candidates import Plan
 from dltta.quality.measures import SIGNALS
 from dltta.recipes import recommended
 
-SCORES = rehearsal._scores
+
+def scored(predictions, labels):
+    return scores_of(predictions, labels, np.ones(1))
 
 
 def blob(seed, size=32):
@@ -81,10 +85,13 @@ def test_dice_of_candidates_by_hand():
     half = nn.functional.one_hot(torch.tensor([[0, 1], [0, 0]]), 2).movedim(-1, 0).float()
     nothing = torch.stack([torch.ones(2, 2), torch.zeros(2, 2)])
     stacked = torch.stack([right, half, nothing])[None]
-    assert SCORES(stacked, [label])[0] == pytest.approx([1, 2 / 3, 0])
-    assert SCORES(stacked, [torch.zeros(2, 2, dtype=torch.long)])[0] == pytest.approx([0, 0, 1])  # rightly nothing
+    sizes = sizes_of([label, 0 * label], 2)
+    assert sizes.tolist() == [2.0]  # where it occurs
+    s = 0.05 * 2
+    assert scores_of(stacked, [label], sizes)[0] == pytest.approx([1, (2 + s) / (3 + s), s / (2 + s)])
+    assert scores_of(stacked, [0 * label], sizes)[0] == pytest.approx([s / (2 + s), s / (1 + s), 1])  # rightly nothing
     classes = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])
-    assert SCORES(classes, [torch.tensor(1)])[0].tolist() == [0, 1]
+    assert scored(classes, [torch.tensor(1)])[0].tolist() == [0, 1]
 
 
 def test_a_stream_goes_through_its_sites_one_after_the_other():
@@ -121,7 +128,7 @@ def test_few_cases_come_again_in_other_framings():
 
 def test_operations_by_hand():
     model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ConvTranspose2d(4, 2, 2, stride=2))
-    assert operations(model, torch.rand(1, 8, 8)) == 8 * 8 * 4 * 9 + 8 * 8 * 4 * (2 * 4)
+    assert operations(model, torch.rand(1, 8, 8)) == (8 * 8 * 4 * 9 + 8 * 8 * 4 * (2 * 4), 2 * rehearsal.OVERHEAD)
 
 
 def test_large_images_are_cropped_until_a_rehearsal_is_affordable(monkeypatch):
@@ -129,6 +136,7 @@ def test_large_images_are_cropped_until_a_rehearsal_is_affordable(monkeypatch):
     pairs = [blob(seed, 256) for seed in range(9)]
     assert affordable(model, pairs, "segmentation")[2][0][0].shape == (1, 256, 256)
     monkeypatch.setattr(rehearsal, "WORK", 1e8)
+    monkeypatch.setattr(rehearsal, "OVERHEAD", 0.0)
     count, sites, cropped = affordable(model, pairs, "segmentation")
     assert (count, sites) == (rehearsal.FEWEST_CASES, rehearsal.FEWEST_SITES)
     assert max(cropped[0][0].shape) < 128
@@ -254,9 +262,9 @@ def test_recommended_improves_on_the_source_model_at_another_scanner_and_keeps_i
         steps = [adapter.step(image[None]) for image, _ in pairs]
         assert all(0 <= step.decision.expected.score <= 1 for step in steps)
         given = [
-            SCORES(step.logits.softmax(1)[None], [label])[0, 0] for step, (_, label) in zip(steps, pairs, strict=True)
+            scored(step.logits.softmax(1)[None], [label])[0, 0] for step, (_, label) in zip(steps, pairs, strict=True)
         ]
-        source = [SCORES(opened.model(image[None]).softmax(1)[None], [label])[0, 0] for image, label in pairs]
+        source = [scored(opened.model(image[None]).softmax(1)[None], [label])[0, 0] for image, label in pairs]
         return np.mean(given), np.mean(source)
 
     with torch.no_grad():

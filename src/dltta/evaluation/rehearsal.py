@@ -35,16 +35,20 @@ from dltta.training.calibration import calibrate
 from dltta.training.examples import Pair
 
 FORMAT = 1
-MOST_CASES: dict[Task, int] = {"segmentation": 24, "classification": 64}  # right or wrong says less than a Dice
+SCORED = 2  # how streams are recorded; another number records them again
+# batch size: cases; right or wrong says less than a Dice, so a classification takes more
+CASES: dict[Task, dict[int, int]] = {"segmentation": {1: 20}, "classification": {1: 16, 32: 64}}
 FEWEST_CASES = 8
 MOST_SITES, FEWEST_SITES = 24, 8  # sites are what is generalized over: rather more of them than more cases
+PASSES, FURTHER = 10, 5  # arms with their flips; streams beside the simulated sites
 REFUSED = ("noise", "negative", "other modality")  # harmful sites that are rehearsed
-BATCHES: dict[Task, tuple[int, ...]] = {"segmentation": (1,), "classification": (1, 32)}
-WORK = 2.5e12  # multiplications and additions that a rehearsal may take: minutes on two cores
+WORK = 2.5e12  # multiplications that a rehearsal may take: minutes on two cores
+OVERHEAD = 2e6  # multiplications that the call of a layer takes as long as
 CROP = 32  # crops are multiples of this
 WEIGHTS = (0.0, 0.25, 0.5, 1.0)
 DEFAULT_MARGINS = (1.0, 0.1, 0.05, 0.02, 0.01, 0.0)  # 1: always the default
 SOURCE_MARGINS = (0.0, 0.01, 0.02, 0.05)
+SMOOTHING = 0.05  # of the usual size of a class
 FLIP_TOLERANCE = 0.002  # so much may a flip cost source images on average
 FLAGGED_SOURCE, FLAGGED_REFUSED = 0.05, 0.9  # of source images at most, of harmful ones at least
 FRAMINGS: tuple["Framing", ...] = ("whole", "whole", "whole", "close")  # of the simulated sites in turn
@@ -173,7 +177,7 @@ class Setup:
     @classmethod
     def of(cls, opened: OpenedModel, cases: Sequence[Pair], seed: int) -> "Setup":
         model = opened.model.eval()
-        chosen = _spread(cases, MOST_CASES[opened.task])
+        chosen = _spread(cases, max(CASES[opened.task].values()))
         count, sites, chosen = affordable(model, chosen, opened.task)
         chosen = _spread(chosen, count)
         images = [image for image, _ in chosen]
@@ -181,7 +185,7 @@ class Setup:
         with torch.no_grad():
             predictions = [_predict(model, image) for image in images]
         flip = best_flip(model, chosen, predictions)
-        sizes = tuple(dict.fromkeys(min(size, len(chosen)) for size in BATCHES[opened.task]))
+        sizes = tuple(dict.fromkeys(min(size, len(chosen)) for size in CASES[opened.task]))
         return cls(
             opened, chosen, calibration, Usual.of(predictions), SourceValues.of(images), flip, sites, sizes, seed
         )  # fmt: skip
@@ -225,7 +229,7 @@ class Setup:
             cases.update(image.numpy().tobytes() + label.numpy().tobytes())
         sites = [site.as_json() for site in stream.sites]
         decisive = [
-            self.opened.fingerprint, cases.hexdigest(), sites, stream.framing, batch_size, FORMAT, self.flip, self.seed,
+            self.opened.fingerprint, cases.hexdigest(), sites, stream.framing, batch_size, SCORED, self.flip, self.seed,
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -235,20 +239,22 @@ class Setup:
             self.opened.model, self.arms, calibration=self.calibration, values=self.values, batch_size=batch_size
         )
         plans = self.every_plan()
+        sizes = sizes_of([label for _, label in self.cases], len(self.opened.classes))
         rows: dict[str, list[tuple[Table, Table]]] = {_name(plan): [] for plan in plans}
         plain: dict[str, list[Table]] = {SOURCE: [], BATCH: []}
         device = next(self.opened.model.parameters()).device
-        for batch in _batches(stream.pairs(self.cases, self.seed), batch_size):
+        most = CASES[self.opened.task].get(batch_size, len(self.cases))
+        for batch in _batches(stream.pairs(_spread(self.cases, most), self.seed), batch_size):
             x = torch.stack([image for image, _ in batch]).to(device)
             labels = [label for _, label in batch]
             views = look(arms, self.arms, self.flip, x, self.yardstick)
             arms.commit()
             for plan in plans:
                 made = assemble(plan, views, self.usual)
-                rows[_name(plan)].append((made.signals, _scores(made.predictions, labels)))
+                rows[_name(plan)].append((made.signals, scores_of(made.predictions, labels, sizes)))
             for name, column in plain.items():
                 given = views.plain.get(name, views.plain[SOURCE]).cpu()[:, None]
-                column.append(_scores(given, labels)[:, 0])
+                column.append(scores_of(given, labels, sizes)[:, 0])
         return Recorded(
             {name: np.concatenate([signals for signals, _ in each]) for name, each in rows.items()},
             {name: np.concatenate([scores for _, scores in each]) for name, each in rows.items()},
@@ -272,18 +278,23 @@ def affordable(model: nn.Module, cases: Sequence[Pair], task: Task) -> tuple[int
     """How many cases and sites a rehearsal takes, and the cases, cropped where even the fewest would take too long."""
     pairs = list(cases)
     while True:
-        each = operations(model, pairs[0][0]) * (2 * EFFORTS["default"]) * len(BATCHES[task])
-        fewest = FEWEST_CASES * (FEWEST_SITES + 5)
-        if each * fewest <= WORK or task == "classification" or max(pairs[0][0].shape[1:]) < 4 * CROP:
+        each, called = operations(model, pairs[0][0])
+
+        def work(count: int, sites: int, each: float = each, called: float = called) -> float:
+            images = {size: min(count, most) * (each + called / size) for size, most in CASES[task].items()}
+            return sum(images.values()) * PASSES * (sites + FURTHER)
+
+        small = task == "classification" or max(pairs[0][0].shape[1:]) < 4 * CROP
+        if small or work(FEWEST_CASES, FEWEST_SITES) <= WORK:
             break
         pairs = [_halved(pair) for pair in pairs]
-    sites = MOST_SITES if each * FEWEST_CASES * (MOST_SITES + 5) <= WORK else FEWEST_SITES
-    count = int(min(max(WORK / (each * (sites + 5)), FEWEST_CASES), len(pairs)))
-    return count, sites, pairs
+    sites = MOST_SITES if work(FEWEST_CASES, MOST_SITES) <= WORK else FEWEST_SITES
+    counts = [count for count in range(min(FEWEST_CASES, len(pairs)), len(pairs) + 1) if work(count, sites) <= WORK]
+    return max(counts, default=min(FEWEST_CASES, len(pairs))), sites, pairs
 
 
-def operations(model: nn.Module, image: Tensor) -> float:
-    """Multiplications of the convolutions and linear layers in one pass of an image (C, *spatial)."""
+def operations(model: nn.Module, image: Tensor) -> tuple[float, float]:
+    """Multiplications in one pass of an image (C, *spatial), and those that take as long as calling the layers."""
     counted: list[float] = []
 
     def count(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -300,7 +311,7 @@ def operations(model: nn.Module, image: Tensor) -> float:
     finally:
         for handle in handles:
             handle.remove()
-    return max(sum(counted), 1.0)
+    return sum(counted), OVERHEAD * sum(not list(layer.children()) for layer in model.modules())
 
 
 def _halved(pair: Pair) -> Pair:
@@ -318,7 +329,9 @@ def _halved(pair: Pair) -> Pair:
 def best_flip(model: nn.Module, cases: Sequence[Pair], predictions: Sequence[Tensor]) -> int | None:
     """The spatial axis whose flip, averaged in, scores best on source images; None if every one of them costs."""
     labels = [label for _, label in cases]
-    plain = float(np.mean([_scores(p[None, None], [y])[0, 0] for p, y in zip(predictions, labels, strict=True)]))
+    sizes = sizes_of(labels, len(predictions[0]))
+    whole = zip(predictions, labels, strict=True)
+    plain = float(np.mean([scores_of(p[None, None], [label], sizes)[0, 0] for p, label in whole]))
     found: dict[int, float] = {}
     for axis in range(cases[0][0].ndim - 1):
         scores = []
@@ -326,7 +339,7 @@ def best_flip(model: nn.Module, cases: Sequence[Pair], predictions: Sequence[Ten
             with torch.no_grad():
                 flipped = _predict(model, image.flip(1 + axis))
             back = flipped.flip(1 + axis) if flipped.ndim > 1 else flipped
-            scores.append(_scores(((prediction + back) / 2)[None, None], [label])[0, 0])
+            scores.append(scores_of(((prediction + back) / 2)[None, None], [label], sizes)[0, 0])
         found[axis] = float(np.mean(scores))
     best = max(found, key=lambda axis: found[axis])
     return best if found[best] >= plain - FLIP_TOLERANCE else None
@@ -423,23 +436,39 @@ def _smoothed(expected: Table, batch_size: int) -> Table:
     return np.concatenate([np.tile(mean.add(batch), (len(batch), 1)) for batch in batches])
 
 
-def _scores(predictions: Tensor, labels: Sequence[Tensor]) -> Table:
-    """Mean foreground Dice or accuracy of predictions (B, K, C, *positions), (B, K); 1 for rightly nothing."""
-    return np.stack([_of_image(each, label) for each, label in zip(predictions, labels, strict=True)])
+def sizes_of(labels: Sequence[Tensor], classes: int) -> Table:
+    """The mean number of positions of each foreground class where it occurs; 1 for a class that never does."""
+    found = np.ones(max(classes - 1, 0))
+    for value in range(1, classes):
+        counts = [int((label == value).sum()) for label in labels if label.ndim]
+        there = [count for count in counts if count]
+        found[value - 1] = np.mean(there) if there else 1.0
+    return found
 
 
-def _of_image(predictions: Tensor, label: Tensor) -> Table:
+def scores_of(predictions: Tensor, labels: Sequence[Tensor], sizes: Table) -> Table:
+    """Mean foreground Dice or accuracy of predictions (B, K, C, *positions), (B, K).
+
+    Dice is (2 |A∩B| + s) / (|A| + |B| + s) with s a twentieth of the usual size of the class: nothing where nothing is
+    scores 1, and a few positions too many there cost less than many.
+    """
+    return np.stack([_of_image(each, label, sizes) for each, label in zip(predictions, labels, strict=True)])
+
+
+def _of_image(predictions: Tensor, label: Tensor, sizes: Table) -> Table:
     hard = most_likely(predictions)  # (K, *positions)
     if label.ndim == 0:
         right: Table = (hard == label).double().numpy()
         return right
-    total, present = np.zeros(len(hard)), np.zeros(len(hard))
-    for value in range(1, predictions.shape[1]):
+    dice = []
+    for value, usual in enumerate(sizes, 1):
         ours, theirs = (hard == value).flatten(1), (label == value).flatten()
         size = (ours.sum(1) + theirs.sum()).double().numpy()
-        total += np.where(size > 0, 2 * (ours & theirs).sum(1).double().numpy() / np.maximum(size, 1), 0)
-        present += size > 0
-    return np.where(present > 0, total / np.maximum(present, 1), 1.0)
+        both = (ours & theirs).sum(1).double().numpy()
+        smooth = SMOOTHING * usual
+        dice.append((2 * both + smooth) / (size + smooth))
+    found: Table = np.mean(dice, axis=0)
+    return found
 
 
 def _predict(model: nn.Module, image: Tensor) -> Tensor:
