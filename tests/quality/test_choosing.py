@@ -124,7 +124,8 @@ def test_the_favorite_is_given_with_its_expected_quality():
     assert (step.decision.candidate, step.decision.outcome) == ("running", Outcome.ACCEPTED)
     expected = step.decision.expected
     assert (expected.score, expected.low, expected.high) == pytest.approx((0.7, 0.6, 0.8))
-    assert not expected.review
+    assert expected.review is False
+    assert json.loads(json.dumps(vars(expected))) == vars(expected)  # goes into log and results
     assert not torch.equal(step.logits, source.step(IMAGES[0]).logits)
 
 

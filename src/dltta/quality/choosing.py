@@ -98,8 +98,9 @@ class Rehearsed:
     review_below: float  # expected quality
 
     def expect(self, score: float) -> Expected:
+        score = float(score)  # not numpy's: it goes into files
         low, high = max(score - self.radius, 0.0), min(score + self.radius, 1.0)
-        return Expected(float(score), low, high, score < self.review_below)
+        return Expected(score, low, high, score < self.review_below)
 
     def as_json(self) -> dict[str, Any]:
         return {
