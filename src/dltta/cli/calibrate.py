@@ -21,7 +21,8 @@ def calibrate(
             "-i",
             "--input",
             metavar="SITE",
-            help="Labeled images of the source site, best ones that training did not see (docs/data.md).",
+            help="Labeled images of the source site, best ones that training did not see (docs/data.md). Without "
+            "labels only the statistics of its images are measured.",
         ),
     ],
     own: OwnModel,
@@ -58,17 +59,23 @@ def calibrate(
         dltta calibrate -m bundles/spleen -i data/spleen_a -o calibrations/spleen
     """
     from dltta.cli.progress import bars
-    from dltta.config import open_dataset
+    from dltta.config import open_target
     from dltta.evaluation.home import calibrate_model
 
     opened = own.source(model, patch=split_size(patch)).open()
     folder = output or _own_folder(model, opened)
     opened.model.to(require_device(device))
-    dataset = open_dataset(site)
+    dataset = open_target(site)
     with bars() as listener:
         found = calibrate_model(opened, dataset, folder, seed=seed, progress=listener.rehearsal(0))
     if as_json:
         typer.echo(json.dumps({"calibration": str(folder), "rehearsal": found}))
+        return
+    if not found["batch_sizes"]:
+        typer.echo(
+            f"{folder}: calibrated without labels with {found['cases']} images; dltta adapt knows how far an image is "
+            "from them, but not what to expect: give labeled images to rehearse"
+        )
         return
     for sentence in sentences(found):
         typer.echo(sentence)

@@ -12,12 +12,12 @@ from torch import Tensor
 from dltta.data.case import Case, Dataset
 from dltta.data.formats.images import Geometry, Image
 from dltta.errors import DataError
-from dltta.evaluation.rehearsal import FEWEST_CASES, Progress, cut, framed, rehearse
+from dltta.evaluation.rehearsal import FEWEST_CASES, FORMAT, Progress, cut, framed, rehearse
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
 from dltta.models.io.opened import OpenedModel
 from dltta.models.io.opening import open_checkpoint
 from dltta.models.io.rehearsal import save_rehearsal
-from dltta.training.calibration import calibrate
+from dltta.training.calibration import MOST, calibrate
 from dltta.training.examples import Pair, gather, read_pairs, split_by_group
 from dltta.training.settings import TrainingSettings
 
@@ -57,13 +57,16 @@ def calibrate_model(
 ) -> dict[str, Any]:
     """Rehearse any model with the labeled cases of a site, and write what it learned into a folder.
 
-    A model that does not know how source images look to its layers gets that too.
+    A model that does not know how source images look to its layers gets that too; from images without labels it gets
+    only that.
     """
     if (site.task, len(site.classes)) != (opened.task, len(opened.classes)):
         raise DataError(
             f"{site.site} has {site.task} of {len(site.classes)} classes, the model does {opened.task} of "
             f"{len(opened.classes)}"
         )
+    if len(site) and site[0].label is None:
+        return _calibrate_unlabeled(opened, site, folder)
     pairs = of_site(opened, site)
     missing = opened.calibration is None
     if missing:
@@ -71,6 +74,17 @@ def calibrate_model(
     found = rehearse(opened, pairs, seed=seed, parts=folder / PARTS, progress=progress)
     save_rehearsal(folder, found, opened.calibration if missing else None)
     forget_parts(folder)
+    return found
+
+
+def _calibrate_unlabeled(opened: OpenedModel, site: Dataset, folder: Path) -> dict[str, Any]:
+    """How source images look to the layers, which needs no label: shrinkage statistics and the OOD score."""
+    images = [_image(opened, site[i]) for i in range(min(len(site), MOST))]
+    calibration = calibrate(opened.model, _alike(images))
+    if not calibration.layers:
+        raise DataError("without labels only batch normalization can be calibrated, and this network has none")
+    found: dict[str, Any] = {"format": FORMAT, "network": opened.fingerprint, "cases": len(images), "batch_sizes": {}}
+    save_rehearsal(folder, found, calibration)
     return found
 
 
@@ -104,13 +118,18 @@ def of_site(opened: OpenedModel, site: Dataset) -> list[Pair]:
 def _prepared(opened: OpenedModel, case: Case) -> Pair:
     if case.label is None:
         raise DataError(f"{case.site}/{case.name} has no label; rehearsal needs one for every image")
-    channels, *shape = case.image.shape
-    geometry = Geometry("png", tuple(shape), channels, case.limit, case.spacing)
-    prepared = opened.prepare(Image(case.image.numpy(), geometry))
-    label, size = case.label.long(), tuple(prepared.image.shape[1:])
+    image = _image(opened, case)
+    label, size = case.label.long(), tuple(image.shape[1:])
     if label.ndim and size != tuple(label.shape):
         label = F.interpolate(label[None, None].float(), size=size, mode="nearest")[0, 0].long()
-    return prepared.image, label
+    return image, label
+
+
+def _image(opened: OpenedModel, case: Case) -> Tensor:
+    """As the network takes it."""
+    channels, *shape = case.image.shape
+    geometry = Geometry("png", tuple(shape), channels, case.limit, case.spacing)
+    return opened.prepare(Image(case.image.numpy(), geometry)).image
 
 
 def enough(pairs: Sequence[Pair], patch: Sequence[int] | None) -> list[Pair]:

@@ -212,7 +212,8 @@ def with_rehearsal(opened: OpenedModel, folder: Path) -> OpenedModel:
     if rehearsal is None:
         raise SettingError(f"{folder} holds no calibration; `dltta calibrate -o {folder}` writes one")
     require_same_network(rehearsal, opened.fingerprint, str(folder))
-    return replace(opened, rehearsal=rehearsal, calibration=load_layers(folder, rehearsal) or opened.calibration)
+    known = load_layers(folder, rehearsal) or opened.calibration
+    return replace(opened, rehearsal=rehearsal if rehearsal["batch_sizes"] else None, calibration=known)
 
 
 def _fingerprint(opened: OpenedModel, preprocessing: Preprocessing, network: Any) -> str:
