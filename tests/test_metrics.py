@@ -28,32 +28,43 @@ def test_dice_of_each_class_and_their_mean():
     assert got["dice"] == pytest.approx(5 / 6, abs=1e-12)
 
 
-def test_class_in_neither_is_left_out_of_the_mean():
-    got = scores([[1, 1, 0, 0]], [[1, 0, 0, 0]])
-    assert math.isnan(got["dice_outer"])
-    assert got["dice"] == pytest.approx(2 / 3, abs=1e-12)
+@pytest.mark.parametrize(("prediction", "invented"), [([[1, 1, 0, 0]], 0), ([[1, 1, 2, 0]], 1)])
+def test_class_that_the_label_lacks_is_left_out_of_every_mean_whatever_is_predicted(prediction, invented):
+    got = score_segmentation(tensor(prediction), tensor([[1, 0, 0, 0]]), CLASSES)
+    assert math.isnan(got.metrics["dice_outer"])
+    assert got.metrics["dice"] == pytest.approx(2 / 3, abs=1e-12)
+    assert got.metrics["hd95"] == pytest.approx(0.95)  # of the inner class: 0 and 1 there, 0 back
+    assert (got.missed, got.invented) == (0, invented)
 
 
-@pytest.mark.parametrize(("prediction", "label"), [([[1, 2]], [[1, 0]]), ([[1, 0]], [[1, 2]])])
-def test_class_in_only_one_of_them_scores_zero_and_has_no_distance(prediction, label):
-    got = score_segmentation(tensor(prediction), tensor(label), CLASSES)
+def test_missed_class_scores_zero_and_is_as_far_away_as_the_image_is_wide():
+    label = tensor([[1, 0], [0, 0], [0, 2]])
+    got = score_segmentation(label * (label == 1), label, CLASSES, spacing=(2, 3))
     assert got.metrics["dice_outer"] == 0
     assert got.metrics["dice"] == 0.5
-    assert got.metrics["hd95"] == 0  # of the inner class alone
-    assert got.undefined == 1
+    assert got.metrics["hd95"] == got.metrics["asd"] == 5 / 2  # 0 of the inner class; two rows and a column: 4 and 3 mm
+    assert (got.missed, got.invented) == (1, 0)
+
+
+def test_what_defines_a_score_is_the_label_alone():
+    label = tensor([[1, 0, 0, 0]])
+    for prediction in ([[0, 0, 0, 0]], [[2, 2, 2, 2]], [[1, 2, 0, 0]]):
+        got = score_segmentation(tensor(prediction), label, CLASSES).metrics
+        assert {name for name, value in got.items() if math.isnan(value)} == {"dice_outer"}
 
 
 def test_disjoint_class_scores_zero_but_has_a_distance():
     got = score_segmentation(tensor([[1, 0, 0, 0]]), tensor([[0, 0, 0, 1]]), CLASSES)
     assert got.metrics["dice"] == 0
     assert got.metrics["hd95"] == got.metrics["asd"] == 3
-    assert got.undefined == 0
+    assert (got.missed, got.invented) == (0, 0)
 
 
-def test_empty_label_and_empty_prediction_define_nothing():
-    got = score_segmentation(torch.zeros(2, 2), torch.zeros(2, 2), CLASSES)
+@pytest.mark.parametrize("prediction", [torch.zeros(2, 2), torch.ones(2, 2)])
+def test_empty_label_defines_nothing(prediction):
+    got = score_segmentation(prediction, torch.zeros(2, 2), CLASSES)
     assert all(math.isnan(value) for value in got.metrics.values())
-    assert got.undefined == 0
+    assert (got.missed, got.invented) == (0, int(prediction.any()))
 
 
 def test_perfect_prediction_of_a_volume():
@@ -121,9 +132,12 @@ def slow_surface(mask: np.ndarray) -> np.ndarray:
 def slow_metrics(prediction: np.ndarray, label: np.ndarray, spacing: tuple[float, ...]) -> tuple[float, float, float]:
     """Dice, HD95 and ASD of two masks, by loops over all pairs of surface positions."""
     both, total = int((prediction & label).sum()), int(prediction.sum() + label.sum())
-    dice = 2 * both / total if total else math.nan
-    if not (prediction.any() and label.any()):
-        return dice, math.nan, math.nan
+    if not label.any():
+        return math.nan, math.nan, math.nan
+    dice = 2 * both / total
+    if not prediction.any():
+        corner = [(size - 1) * step for size, step in zip(label.shape, spacing, strict=True)]
+        return dice, math.dist(corner, [0] * label.ndim), math.dist(corner, [0] * label.ndim)
     a, b = slow_surface(prediction) * spacing, slow_surface(label) * spacing
     there = [min(math.dist(p, q) for q in b) for p in a]
     back = [min(math.dist(p, q) for p in a) for q in b]

@@ -1,7 +1,9 @@
 """8 metrics. How good is one prediction, and how good is a stream of them?
 
 Every number is a fraction in [0, 1] or a distance; tables multiply by 100, this module never does. A metric that has no
-meaning for a case is `nan`, never 0 or 1, and means leave it out. `docs/metrics.md` is this page for readers.
+meaning for a case is `nan`, never 0 or 1, and means leave it out. Whether a segmentation has a score follows from its
+label alone, never from the prediction: means of two methods are over the same cases. `docs/metrics.md` is this page for
+readers.
 """
 
 import math
@@ -18,6 +20,7 @@ from dltta.errors import DataError
 SEGMENTATION_METRICS = ("dice", "hd95", "asd")
 CLASSIFICATION_METRICS = ("accuracy", "sensitivity", "specificity", "auc", "f1")
 DISTANCES = frozenset({"hd95", "asd"})
+SCORING = 2  # of the rules below; streams that were scored by others are run again
 
 Unit = Literal["mm", "px"]
 
@@ -38,7 +41,8 @@ class SegmentationScores:
     """What one segmented image scored."""
 
     metrics: dict[str, float]  # dice, dice_<class> of each foreground class, hd95, asd
-    undefined: int  # foreground classes in only one of label and prediction: they have no surface distance
+    missed: int  # foreground classes in the label only
+    invented: int  # foreground classes in the prediction only; no score says so
     unit: Unit  # of hd95 and asd
 
 
@@ -48,24 +52,37 @@ def score_segmentation(
     """Scores of one image; class 0 is background and never scored.
 
     `prediction` and `label` are (*spatial) class values, `spacing` is mm per position along each axis; without it
-    distances are in pixels. `dice` is the mean over foreground classes, `hd95` and `asd` the mean over the foreground
-    classes that have a distance:
+    distances are in pixels. `dice`, `hd95` and `asd` are means over the foreground classes that are in the label:
 
-    - class in neither label nor prediction: left out of every mean, its `dice_<class>` is `nan`
-    - class in only one of them: Dice 0, no distance, counted in `undefined`
-    - no foreground class anywhere: `dice`, `hd95` and `asd` are `nan`
+    - class in the label only: Dice 0, its distances are the diagonal of the image, counted in `missed`
+    - class not in the label: left out of every mean, its `dice_<class>` is `nan`; counted in `invented` if predicted
+    - no foreground class in the label: `dice`, `hd95` and `asd` are `nan`
     """
     _check_segmentation(prediction, label, classes, spacing)
-    dice = dice_per_class(prediction, label, len(classes))
-    distances = [surface_metrics(prediction == c, label == c, spacing=spacing) for c in range(1, len(classes))]
+    labeled, found = ([bool((mask == c).any()) for c in range(1, len(classes))] for mask in (label, prediction))
+    either = dice_per_class(prediction, label, len(classes))
+    dice = [value if there else math.nan for value, there in zip(either, labeled, strict=True)]
+    farthest = _diagonal(label.shape, spacing)
+    distances = [
+        (farthest, farthest) if there and not seen else surface_metrics(prediction == c, label == c, spacing=spacing)
+        for c, (there, seen) in enumerate(zip(labeled, found, strict=True), start=1)
+    ]
     metrics = {
         "dice": mean_defined(dice),
         **{f"dice_{name}": value for name, value in zip(classes[1:], dice, strict=True)},
         "hd95": mean_defined(hd95 for hd95, _ in distances),
         "asd": mean_defined(asd for _, asd in distances),
     }
-    undefined = sum(value == 0 and math.isnan(hd95) for value, (hd95, _) in zip(dice, distances, strict=True))
-    return SegmentationScores(metrics, undefined, "px" if spacing is None else "mm")
+    missed = sum(there and not seen for there, seen in zip(labeled, found, strict=True))
+    invented = sum(seen and not there for there, seen in zip(labeled, found, strict=True))
+    return SegmentationScores(metrics, missed, invented, "px" if spacing is None else "mm")
+
+
+def _diagonal(size: Sequence[int], spacing: Sequence[float] | None) -> float:
+    """The largest distance that two positions of an image can have."""
+    return math.dist(
+        [0.0] * len(size), [(n - 1) * mm for n, mm in zip(size, spacing or [1.0] * len(size), strict=True)]
+    )
 
 
 def dice_per_class(prediction: Tensor, label: Tensor, classes: int) -> list[float]:

@@ -9,6 +9,7 @@ import tifffile
 import torch
 from PIL import Image as Pillow
 
+from dltta.data.case import Place
 from dltta.data.sites import open_site, read_description
 from dltta.errors import DataError
 
@@ -138,6 +139,11 @@ def test_volumes_are_taken_slice_by_slice_across_their_widest_spacing(tmp_path):
     assert case.label is not None
     assert np.array_equal(case.label, volume[:, :, 2] > 40)
     assert case.spacing == pytest.approx((0.5, 0.6))
+    assert case.place is not None
+    assert (case.place.volume, case.place.position, case.place.count, case.place.axis) == ("v", 2, 3, 2)
+    whole = open_site(folder)[0]
+    assert whole.place is None
+    assert case.place.thickness == whole.spacing[2]
 
     sagittal = nib.Nifti1Image(volume, np.diag([4.0, 0.5, 0.5, 1.0]))
     nib.save(sagittal, folder / "imagesTr" / "v_0000.nii.gz")
@@ -146,6 +152,7 @@ def test_volumes_are_taken_slice_by_slice_across_their_widest_spacing(tmp_path):
     assert len(opened) == 4
     assert np.array_equal(opened[1].image[0], volume[1])
     assert opened[1].spacing == pytest.approx((0.5, 0.5))
+    assert opened[1].place == Place("v", 1, 4, 0, pytest.approx(4.0))
 
 
 def test_pictures_have_no_slices(tmp_path):

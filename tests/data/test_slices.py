@@ -84,4 +84,9 @@ def test_an_experiment_takes_volumes_slice_by_slice_below_its_root(tmp_path):
     results = run_experiment(experiment)
     adapted = [stream for stream in results.streams if stream.target == "b"]
     assert [stream.method for stream in adapted] == ["source", "tent"]
+    assert {row.case for row in adapted[0].volumes} == {row.case for row in adapted[1].volumes} == {"v0", "v1"}
+    scores = [row.metrics["dice"] for row in adapted[1].volumes]
+    assert adapted[1].metrics["dice"] == pytest.approx(sum(scores) / 2)
+    assert adapted[1].unit == "mm"
+    assert all(not row.metrics and row.volume and row.group for row in adapted[1].cases)
     assert sorted(case.case for case in adapted[1].cases) == [f"v{v}_slice00{s}" for v in range(2) for s in range(4)]

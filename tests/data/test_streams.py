@@ -1,9 +1,12 @@
 """Streams of several sites: in which order, under which names, and shuffled without leaving their place."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from dltta.config import default_preprocessing, open_dataset
+from dltta.data.case import Cases, Place
 from dltta.data.streams import SiteStream, split_stream, stream_order
 from dltta.errors import DataError, SettingError
 from sites import Blobs
@@ -25,6 +28,16 @@ def test_a_sequence_is_one_site_after_another_and_a_site_may_come_back():
     blocks = [("a", 1, A), ("b", 2, B), ("a", 3, A)]
     assert seen(stream) == [(site, f"{part}_{name}") for site, part, cases in blocks for name in names(cases)]
     assert len({name for _, name in seen(stream)}) == len(stream) == 8
+
+
+def test_slices_of_a_volume_that_comes_back_belong_to_two_volumes():
+    cases = tuple(replace(case, place=Place("v", i, 3, 2, None)) for i, case in enumerate(A[n] for n in range(3)))
+    sliced = Cases(cases, "a", "segmentation", A.classes)
+    stream = SiteStream((sliced, B, sliced))
+    places = [stream[i].place for i in range(len(stream))]
+    assert [place and (place.volume, place.position) for place in places] == [
+        *(("1_v", i) for i in range(3)), None, None, *(("3_v", i) for i in range(3)),
+    ]  # fmt: skip
 
 
 def test_interleaved_sites_take_turns_and_the_longer_one_ends():

@@ -1,9 +1,17 @@
 import math
 
+import numpy as np
 import pytest
 
 from dltta.errors import DataError, SettingError
-from dltta.evaluation.comparison import case_gains, negative_transfer, paired_test, worst_site
+from dltta.evaluation.comparison import (
+    bootstrap_interval,
+    case_gains,
+    negative_transfer,
+    paired_test,
+    unit_means,
+    worst_site,
+)
 
 NAN = math.nan
 
@@ -77,3 +85,47 @@ def test_no_pair_has_no_p():
 
 def test_single_pair_has_p_one():
     assert paired_test([0.4], [0.3]).p == pytest.approx(1)
+
+
+def slow_interval(gains, patients, draws):
+    """Trainings and patients drawn one by one."""
+    rng = np.random.default_rng(1)
+    units = sorted(set(patients.values()))
+    means = []
+    for _ in range(draws):
+        chosen = [units[i] for i in rng.integers(len(units), size=len(units))]
+        per_training = []
+        for training in (gains[i] for i in rng.integers(len(gains), size=len(gains))):
+            values = [training[case] for unit in chosen for case in training if patients[case] == unit]
+            per_training.append(sum(values) / len(values))
+        means.append(sum(per_training) / len(per_training))
+    return np.quantile(means, [0.025, 0.975])
+
+
+def test_the_interval_is_that_of_drawing_patients_and_trainings():
+    rng = np.random.default_rng(0)
+    patients = {f"c{i}": f"p{i // 3}" for i in range(18)}
+    effects = dict(zip(sorted(set(patients.values())), rng.normal(0.1, 0.1, 6), strict=True))
+    gains = [{case: effects[p] + rng.normal(offset, 0.02) for case, p in patients.items()} for offset in (-0.03, 0.03)]
+    low, high = bootstrap_interval(gains, patients)
+    assert (low, high) == pytest.approx(tuple(slow_interval(gains, patients, 3000)), abs=0.01)
+    assert bootstrap_interval(gains, patients) == (low, high)
+
+
+def test_slices_taken_for_patients_would_promise_too_much():
+    patients = {f"c{i}": f"p{i // 9}" for i in range(54)}
+    gains = [{case: 0.1 * int(patient[1]) for case, patient in patients.items()}]  # alike within a patient
+    low, high = bootstrap_interval(gains, patients)
+    by_case = bootstrap_interval(gains, {case: case for case in patients})
+    assert by_case[1] - by_case[0] == pytest.approx((high - low) / 3, rel=0.2)  # nine times as many: 1 / sqrt(9)
+
+
+def test_the_interval_of_equal_gains_is_a_point_and_one_patient_has_none():
+    same = [{"a": 0.25, "b": 0.25}]
+    assert bootstrap_interval(same, {"a": "a", "b": "b"}) == (0.25, 0.25)
+    assert all(math.isnan(end) for end in bootstrap_interval(same, {"a": "p", "b": "p"}))
+    assert all(math.isnan(end) for end in bootstrap_interval([], {}))
+
+
+def test_the_mean_over_the_cases_of_each_patient():
+    assert unit_means({"a": 1.0, "b": 2.0, "c": 5.0}, {"a": "p", "b": "p", "c": "q"}) == {"p": 1.5, "q": 5.0}

@@ -40,7 +40,7 @@ from dltta.recipes import recommended
 
 
 def scored(predictions, labels):
-    return scores_of(predictions, labels, np.ones(1))
+    return scores_of(predictions, labels, np.full(1, 0.05))
 
 
 def blob(seed, size=32):
@@ -88,8 +88,10 @@ def test_dice_of_candidates_by_hand():
     sizes = sizes_of([label, 0 * label], 2)
     assert sizes.tolist() == [2.0]  # where it occurs
     s = 0.05 * 2
-    assert scores_of(stacked, [label], sizes)[0] == pytest.approx([1, (2 + s) / (3 + s), s / (2 + s)])
-    assert scores_of(stacked, [0 * label], sizes)[0] == pytest.approx([s / (2 + s), s / (1 + s), 1])  # rightly nothing
+    assert scores_of(stacked, [label], 0.05 * sizes)[0] == pytest.approx([1, (2 + s) / (3 + s), s / (2 + s)])
+    assert scores_of(stacked, [0 * label], 0.05 * sizes)[0] == pytest.approx(
+        [s / (2 + s), s / (1 + s), 1]
+    )  # rightly nothing
     classes = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])
     assert scored(classes, [torch.tensor(1)])[0].tolist() == [0, 1]
 

@@ -41,6 +41,20 @@ def test_round_trip(tmp_path):
     assert Results.load(tmp_path / "results.json") == written
 
 
+def test_volumes_and_their_slices_come_back(tmp_path):
+    base = stream("tent", "fixed", [0.5, 0.7])
+    slices = tuple(CaseRecord(f"v{v}_slice000", "B", {}, None, group=f"p{v}", volume=f"v{v}") for v in range(2))
+    volumes = tuple(replace(case, missed=1, invented=2, group="p0") for case in base.cases)
+    written = results(replace(base, cases=slices, volumes=volumes))
+    written.write(tmp_path / "results.json")
+    assert Results.load(tmp_path / "results.json") == written
+    (found,) = json.loads((tmp_path / "results.json").read_text())["streams"]
+    assert [row["case"] for row in found["volumes"]] == ["case_0", "case_1"]
+    assert (found["missed"], found["invented"]) == (2, 4)
+    (row,) = [row for row in written.summary if row.metric == "dice"]
+    assert (row.cases, row.case_sd) == (2, pytest.approx(0.2 / math.sqrt(2)))
+
+
 def test_undefined_numbers_are_null_and_come_back_as_nan(tmp_path):
     path = tmp_path / "results.json"
     results(stream("source", "none", [0.5, math.nan])).write(path)

@@ -1,12 +1,12 @@
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor, tensor
 
 from dltta.core.step import Step, Update
-from dltta.data.case import Case
+from dltta.data.case import Case, Place
 from dltta.errors import DataError, SettingError
 from dltta.evaluation.examples import Keep, gather_examples
 from dltta.evaluation.run import StreamRecord, run_stream
@@ -128,11 +128,95 @@ def test_stream_without_labels_has_no_metrics():
     assert run_stream(Echo(), patches(patch("a", [1.0, 2.0], None)), [0]).metrics == {}
 
 
-def test_undefined_distances_are_counted():
-    record = run_stream(Echo(), Site([image("missed", [-1.0], [1]), image("invented", [1.0], [0])]), [0, 1])
-    assert record.undefined == 2
-    assert record.metrics["dice"] == 0
-    assert math.isnan(record.metrics["hd95"])
+def test_missed_and_invented_structures_are_counted():
+    site = Site([image("missed", [-1.0, -1.0], [1, 0]), image("invented", [1.0, 1.0], [0, 0])])
+    record = run_stream(Echo(), site, [0, 1])
+    assert (record.missed, record.invented) == (1, 1)
+    assert record.metrics["dice"] == 0  # of the first; the second has none
+    assert record.metrics["hd95"] == 1  # the width of the image
+
+
+def test_rows_know_their_patient():
+    rows = run_stream(Echo(), Site([image("a", [1.0], [1])]), [0]).cases
+    assert rows[0].patient == ("B", "a")
+    assert replace(rows[0], group="p").patient == ("B", "p")
+
+
+def sliced(volume: str, predictions: list[list[float]], labels: list[list[int]], **options: object) -> list[Case]:
+    """The slices of one volume of one row, cut across the last axis."""
+    where = {"axis": 2, "thickness": 4.0, "count": len(predictions)} | options
+    return [
+        replace(
+            image(f"{volume}_{position}", logits, label, (1.0, 2.0)),
+            group=f"patient of {volume}",
+            place=Place(volume, position, **where),
+        )
+        for position, (logits, label) in enumerate(zip(predictions, labels, strict=True))
+    ]
+
+
+# Dice of v: 3 of 4 positions predicted right and one beside: 2·3 / (4 + 4); its third slice is empty in label and
+# prediction, its second has a position that the label lacks.
+VOLUME = sliced("v", [[1, 1, -1], [1, -1, 1], [-1, -1, -1]], [[1, 1, 0], [1, 1, 0], [0, 0, 0]])
+OTHER = sliced("w", [[-1, 1, -1], [-1, -1, -1]], [[0, 1, 0], [0, 0, 0]])
+
+
+def test_slices_are_scored_as_the_volume_that_they_make_up():
+    record = run_stream(Echo(), Site([*VOLUME, *OTHER]), range(5))
+    assert [row.case for row in record.volumes] == ["v", "w"]
+    assert [row.metrics["dice"] for row in record.volumes] == pytest.approx([6 / 8, 1])
+    assert record.metrics["dice"] == pytest.approx((6 / 8 + 1) / 2)
+    assert [(row.case, row.volume, row.metrics) for row in record.cases[2:4]] == [("v_2", "v", {}), ("w_0", "w", {})]
+    assert [row.rate for row in record.cases] == [1e-3] * 5  # every slice is a step
+    assert record.scored == record.volumes
+    assert record.volumes[0].patient == ("B", "patient of v")
+
+
+def test_volumes_do_not_depend_on_the_order_of_their_slices():
+    site = Site([*VOLUME, *OTHER])
+    mixed = run_stream(Echo(), site, [4, 1, 2, 3, 0], batch_size=2)
+    straight = run_stream(Echo(), site, range(5))
+    assert {row.case: row.metrics for row in mixed.volumes} == {row.case: row.metrics for row in straight.volumes}
+    far = Site(sliced("v", [[1.0], [-1.0], [-1.0], [-1.0]], [[0], [0], [0], [1]]))
+    assert run_stream(Echo(), far, [0, 3, 1, 2]).metrics["hd95"] == 3 * 4.0  # three slices, though they came in a row
+
+
+@pytest.mark.parametrize(("axis", "spacing"), [(0, (4.0, 1.0, 2.0)), (1, (1.0, 4.0, 2.0)), (2, (1.0, 2.0, 4.0))])
+def test_a_volume_has_the_distances_of_its_own_grid(axis, spacing):
+    """One position three slices away from the label: 3 x 4 mm."""
+    slices = sliced("v", [[1.0, -1.0], [-1.0, -1.0], [-1.0, -1.0], [-1.0, -1.0]], [[0, 0], [0, 0], [0, 0], [1, 0]])
+    slices = [replace(case, place=replace(case.place, axis=axis)) for case in slices]
+    record = run_stream(Echo(), Site(slices), range(4))
+    assert (record.metrics["hd95"], record.unit) == (12, "mm")
+
+
+def test_volumes_without_a_thickness_are_measured_in_positions():
+    record = run_stream(Echo(), Site(sliced("v", [[1.0], [-1.0]], [[0], [1]], thickness=None)), range(2))
+    assert (record.metrics["hd95"], record.unit) == (1, "px")
+
+
+def test_volumes_of_the_same_name_at_two_sites_are_two():
+    here, there = sliced("v", [[1.0]], [[1]]), [replace(case, site="C") for case in sliced("v", [[-1.0]], [[1]])]
+    assert [row.metrics["dice"] for row in run_stream(Echo(), Site([*here, *there]), range(2)).volumes] == [1, 0]
+
+
+def test_a_volume_that_is_not_whole_is_not_scored():
+    with pytest.raises(DataError, match="2 of the 3 labeled slices of v came"):
+        run_stream(Echo(), Site(VOLUME), [0, 1])
+    with pytest.raises(DataError, match="v_0 came twice"):
+        run_stream(Echo(), Site(VOLUME), [0, 0])
+
+
+def test_unlabeled_slices_have_no_scores():
+    slices = [replace(case, label=None) for case in VOLUME]
+    record = run_stream(Echo(), Site(slices), range(3))
+    assert (record.volumes, record.metrics) == ((), {})
+
+
+def test_slices_and_whole_images_may_share_a_stream():
+    record = run_stream(Echo(), Site([*OTHER, image("c", [1.0, -1.0], [0, 1])]), range(3))
+    assert [(row.case, row.metrics["dice"]) for row in record.scored] == [("c", 0), ("w", 1)]
+    assert record.metrics["dice"] == 0.5
 
 
 @pytest.mark.parametrize(

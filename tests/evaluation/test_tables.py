@@ -48,10 +48,11 @@ Tent + dynamic & -- & \textbf{75.0 $\pm$ 5.2}$^{\dagger}$ (+15.0) & 12\% \\
 """
 
 CSV = """\
-method,rate,Dice mean,Dice sd,Dice gain,Dice p,HD95 (px) mean,HD95 (px) sd,HD95 (px) gain,HD95 (px) p,made worse
-source,none,60.0000,5.9761,,,4.0000,0.0000,,,
-tent,fixed,65.0000,5.9761,5.0000,,3.0000,0.0000,1.0000,,0.0000
-tent,dynamic,75.0000,5.2372,15.0000,0.0234,3.5000,0.0000,0.5000,0.00781,0.1250
+method,rate,Dice mean,Dice sd,Dice gain,Dice gain low,Dice gain high,Dice p,\
+HD95 (px) mean,HD95 (px) sd,HD95 (px) gain,HD95 (px) gain low,HD95 (px) gain high,HD95 (px) p,made worse
+source,none,60.0000,5.9761,,,,,4.0000,0.0000,,,,,
+tent,fixed,65.0000,5.9761,5.0000,5.0000,5.0000,,3.0000,0.0000,1.0000,1.0000,1.0000,,0.0000
+tent,dynamic,75.0000,5.2372,15.0000,9.1250,19.7500,0.0234,3.5000,0.0000,0.5000,0.5000,0.5000,0.00781,0.1250
 """
 
 
@@ -124,11 +125,58 @@ def test_spread_is_over_streams_when_there_are_several():
     assert table.notes[0] == "Points, mean ± sd over 2 streams (seeds x orders)."
 
 
-def test_distances_left_out_are_told():
+def test_missed_structures_are_told_with_distances_and_invented_ones_always():
     base = one_target()
-    missed = replace(base.streams[2], cases=tuple(replace(case, undefined=2) for case in base.streams[2].cases))
-    table = by_metric(results(base.streams[1], missed))
-    assert table.notes[-1] == "Surface distances left out because a structure was missed or invented: Tent 16."
+    rows = tuple(replace(case, missed=2, invented=1) for case in base.streams[2].cases)
+    both = results(base.streams[1], replace(base.streams[2], cases=rows))
+    missed = "Missed structures, whose distance counts as the diagonal of the image: Tent 16."
+    invented = "Invented structures, which the label does not have and no mean shows: Tent 8."
+    assert by_metric(both).notes[-2:] == (missed, invented)
+    assert by_target(both).notes[-1] == invented
+    assert missed not in by_target(both).notes
+
+
+def test_means_over_different_cases_are_told():
+    some = stream("tent", "fixed", [0.5, math.nan, 0.7])
+    table = by_target(results(stream("source", "none", [0.5, 0.6, 0.7]), some))
+    assert table.notes[-1] == "B: means over different numbers of cases, which do not compare: Source 3, Tent 2."
+    assert "different" not in " ".join(by_target(one_target()).notes)
+
+
+def grouped(found: StreamResult, size: int) -> StreamResult:
+    """The same stream with `size` consecutive cases of each patient."""
+    rows = tuple(replace(case, group=f"p{index // size}") for index, case in enumerate(found.cases))
+    return replace(found, cases=rows)
+
+
+def test_patients_are_the_unit_of_tests():
+    fixed = [0.5 + i / 100 for i in range(12)]
+    dynamic = [value + 0.01 + i / 1000 for i, value in enumerate(fixed)]
+    streams = stream("tent", "fixed", fixed), stream("tent", "dynamic", dynamic)
+    for size, p in ((1, 2 / 2**12), (3, 2 / 2**4)):  # all differences positive: 12 cases, or 4 patients
+        table = by_target(results(*(grouped(each, size) for each in streams)))
+        assert table.rows[1].cells[0].p == pytest.approx(p)
+    assert "test over patients" in " ".join(table.notes)
+    assert "test over cases" in " ".join(by_target(results(*streams)).notes)
+
+
+def test_shares_of_right_predictions_per_patient_are_ranked():
+    fixed, dynamic = classified("tent", "fixed", [0, 1] * 6), classified("tent", "dynamic", [1, 1] * 6)
+    table = by_metric(results(grouped(fixed, 2), grouped(dynamic, 2)), None, ["accuracy"])
+    assert "paired Wilcoxon test over patients" in " ".join(table.notes)
+    assert table.rows[1].cells[0].p == pytest.approx(2 / 2**6)  # six patients, all better
+
+
+def test_volumes_are_compared_not_their_slices():
+    def of_slices(method, rate, dice):
+        base = stream(method, rate, dice)
+        slices = tuple(CaseRecord(f"v{v}_{s}", "B", {}, None, volume=f"v{v}") for v in range(len(dice)) for s in "ab")
+        return replace(base, cases=slices, volumes=base.cases)
+
+    source, tent = [0.5, 0.6, 0.7], [0.6, 0.5, 0.9]
+    whole = by_target(results(stream("source", "none", source), stream("tent", "fixed", tent)))
+    assert by_target(results(of_slices("source", "none", source), of_slices("tent", "fixed", tent))) == whole
+    assert whole.rows[1].worse == pytest.approx(1 / 3)
 
 
 def guarded() -> StreamResult:

@@ -60,10 +60,12 @@ def evaluate(
     if output is not None:
         write_atomically(output, record_csv(record))
     values = {name: None if math.isnan(value) else value for name, value in record.metrics.items()}
+    counts = {"missed": record.missed, "invented": record.invented} if record.task == "segmentation" else {}
     if as_json:
-        typer.echo(json.dumps({"cases": len(record.cases), "unit": record.unit, "metrics": values}))
+        typer.echo(json.dumps({"cases": len(record.cases), "unit": record.unit, "metrics": values, **counts}))
         return
-    typer.echo(f"{len(record.cases)} cases")
+    listed = "".join(f", {count} structures {name}" for name, count in counts.items() if count)
+    typer.echo(f"{len(record.cases)} cases{listed}")
     for name, value in values.items():
         unit = f" {record.unit}" if name in DISTANCES and record.unit else ""
         typer.echo(f"{name:24s} {'undefined' if value is None else f'{value:.4f}{unit}'}")

@@ -10,6 +10,17 @@ Task = Literal["segmentation", "classification"]
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a slice lies in its volume."""
+
+    volume: str  # its name, unique within the site
+    position: int  # from 0
+    count: int  # slices of the volume
+    axis: int  # spatial axis across which the volume was cut
+    thickness: float | None  # mm from slice to slice, None when unknown
+
+
+@dataclass(frozen=True)
 class Case:
     """One image and what is known about it. Training and evaluation read the label; nothing that adapts does."""
 
@@ -20,6 +31,7 @@ class Case:
     label: Tensor | None = None  # (*spatial) int64 in segmentation, () int64 in classification
     spacing: tuple[float, ...] | None = None  # mm per position along each spatial axis, None when unknown
     limit: int | None = None  # largest value that the file's pixels can hold, 255 or 65535; None when unknown
+    place: Place | None = None  # of a slice; its volume is scored, not the slice
 
 
 class Dataset(Protocol):

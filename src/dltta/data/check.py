@@ -216,9 +216,11 @@ def _check_prostate(folder: Path, progress: Progress) -> list[Problem]:
             continue
         volumes, labels = prostate.list_volumes(where)
         if not volumes:
-            problems.append(Problem(where, "no CaseNN.nii.gz", "unpack the site's volumes there"))
+            what = "no CaseNN.nii.gz and no imagesTr/NAME_0000.nii.gz"
+            problems.append(Problem(where, what, "unpack the site's volumes there"))
         for name in sorted(volumes.keys() - labels.keys()):
-            problems.append(Problem(volumes[name], f"{name}_segmentation.nii.gz missing", "unpack the site again"))
+            missing = prostate.label_name(volumes[name])
+            problems.append(Problem(volumes[name], f"{missing} missing", "unpack the site again"))
         for name in sorted(labels.keys() - volumes.keys()):
             problems.append(Problem(labels[name], "label without an image", f"add {name}.nii.gz"))
         pairs += [(volumes[name], labels[name]) for name in sorted(volumes.keys() & labels.keys())]

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dltta.data.case import Case, Task
+from dltta.data.case import Case, Place, Task
 from dltta.data.formats.images import (
     Geometry,
     Image,
@@ -124,7 +124,7 @@ class SiteFolder:
 class Slices:
     """The volumes of a site taken slice by slice, across the axis of the largest spacing, else the last.
 
-    A slice is named `<volume>_slice<number>` and stays in its volume's group.
+    A slice is named `<volume>_slice<number>`, stays in its volume's group and knows its place there.
     """
 
     def __init__(self, volumes: SiteFolder) -> None:
@@ -162,6 +162,9 @@ class Slices:
             label=None if whole.label is None else whole.label.select(axis, position).clone(),
             spacing=None if spacing is None else (*spacing[:axis], *spacing[axis + 1 :]),
             limit=whole.limit,
+            place=Place(
+                whole.name, position, whole.image.shape[1 + axis], axis, None if spacing is None else spacing[axis]
+            ),
         )
 
 

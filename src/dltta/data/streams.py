@@ -51,7 +51,8 @@ class SiteStream:
     def __getitem__(self, index: int) -> Case:
         part, position = self.places[index]
         case = self.parts[part][position]
-        return replace(case, name=f"{part + 1}_{case.name}")
+        place = case.place and replace(case.place, volume=f"{part + 1}_{case.place.volume}")
+        return replace(case, name=f"{part + 1}_{case.name}", place=place)
 
     @cached_property
     def places(self) -> tuple[tuple[int, int], ...]:

@@ -1,16 +1,18 @@
-"""8 metrics. Did adaptation help, whom did it harm, and could the difference be chance?"""
+"""8 metrics. Did adaptation help, whom did it harm, could the difference be chance, and how large may it be?"""
 
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+import numpy as np
 from scipy import stats
 
 from dltta.errors import DataError, SettingError
-from dltta.metrics import higher_is_better
+from dltta.metrics import higher_is_better, mean_defined
 
 Key = TypeVar("Key", bound=Hashable)
+Unit = TypeVar("Unit", bound=Hashable)
 
 
 def case_gains(adapted: Mapping[Key, float], source: Mapping[Key, float], metric: str) -> dict[Key, float]:
@@ -21,6 +23,14 @@ def case_gains(adapted: Mapping[Key, float], source: Mapping[Key, float], metric
     sign = 1.0 if higher_is_better(metric) else -1.0
     gains = {case: sign * (value - source[case]) for case, value in adapted.items() if case in source}
     return {case: gain for case, gain in gains.items() if not math.isnan(gain)}
+
+
+def unit_means(values: Mapping[Key, float], units: Mapping[Key, Unit]) -> dict[Unit, float]:
+    """The mean over the cases of each unit, such as a patient: cases of one patient are not independent."""
+    listed: dict[Unit, list[float]] = {}
+    for case, value in values.items():
+        listed.setdefault(units[case], []).append(value)
+    return {unit: mean_defined(found) for unit, found in listed.items()}
 
 
 def negative_transfer(gains: Iterable[float], *, tolerance: float = 0.0) -> float:
@@ -39,6 +49,34 @@ def worst_site(values: Mapping[str, float], metric: str) -> tuple[str, float]:
     choose = min if higher_is_better(metric) else max
     site = choose(defined, key=lambda name: defined[name])
     return site, defined[site]
+
+
+def bootstrap_interval(
+    gains: Sequence[Mapping[Key, float]], patients: Mapping[Key, Unit], *, level: float = 0.95, draws: int = 2000
+) -> tuple[float, float]:
+    """Interval of the mean gain: what other patients and other source trainings might have given.
+
+    `gains` holds the gains of the cases, one mapping for each training. Trainings and patients are drawn with
+    replacement, a patient with all of its cases; percentiles of the means. Two patients at least, else `nan`. The same
+    gains give the same interval.
+    """
+    units = list(dict.fromkeys(patients[case] for training in gains for case in training))
+    if len(units) < 2:
+        return math.nan, math.nan
+    totals, counts = np.zeros((len(gains), len(units))), np.zeros((len(gains), len(units)))
+    place = {unit: index for index, unit in enumerate(units)}
+    for row, training in enumerate(gains):
+        for case, gain in training.items():
+            totals[row, place[patients[case]]] += gain
+            counts[row, place[patients[case]]] += 1
+    rng = np.random.default_rng(0)
+    drawn = rng.multinomial(len(units), np.full(len(units), 1 / len(units)), size=draws)  # (draws, patients)
+    with np.errstate(invalid="ignore"):  # a training none of whose cases was drawn has no mean
+        means = (drawn @ totals.T) / (drawn @ counts.T)  # (draws, trainings)
+    chosen = rng.integers(len(gains), size=means.shape)
+    values = np.nanmean(np.take_along_axis(means, chosen, axis=1), axis=1)
+    low, high = np.nanquantile(values, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ from dltta.evaluation.results import Results, StreamResult
 from dltta.evaluation.run import Steps, run_stream
 from dltta.evaluation.tables import by_target, method_label
 from dltta.files import write_atomically
+from dltta.metrics import SCORING
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
 from dltta.models.io.fingerprint import fingerprint
 from dltta.models.io.opening import open_checkpoint
@@ -204,6 +205,7 @@ class Bench:
             self.models[job.model],
             self.data[job.target, job.seed],
             __version__,
+            SCORING,
         ]
         if recipe.calibration_matters:
             decisive.append(self.calibrations.get(job.model))

@@ -12,7 +12,7 @@ from dltta.data.case import Task
 from dltta.data.formats.images import difference, ending, read_geometry, read_mask
 from dltta.data.sites import read_description
 from dltta.errors import DataError
-from dltta.evaluation.run import CaseRecord, StreamRecord, stream_metrics
+from dltta.evaluation.run import CaseRecord, StreamRecord, stream_metrics, with_scores
 from dltta.metrics import score_classification, score_segmentation
 
 Progress = Callable[[int, int], None]
@@ -61,7 +61,7 @@ def _score_masks(predictions: Path, labels: Path, progress: Progress) -> StreamR
         prediction = torch.from_numpy(read_mask(predictions / file.name))
         scores = score_segmentation(prediction, label, classes, spacing=read_geometry(file).spacing)
         name = file.name.removesuffix(ending(file) or "")
-        rows.append(CaseRecord(name, labels.name, scores.metrics, None, unit=scores.unit, undefined=scores.undefined))
+        rows.append(with_scores(CaseRecord(name, labels.name, {}, None), scores))
         progress(number, len(files))
     return StreamRecord(labels.name, "segmentation", stream_metrics(rows, "segmentation"), tuple(rows))
 

@@ -40,9 +40,12 @@ def latex(table: Table) -> str:
 
 
 def csv_text(table: Table) -> str:
-    """Plain numbers: points or units, empty where there is none; `made worse` is a fraction."""
+    """Plain numbers: points or units, empty where there is none; `made worse` is a fraction.
+
+    Low and high: the 95 % interval of the gain.
+    """
     names = [column.title.rstrip(" ↑↓") for column in table.columns]
-    parts = [f"{name} {part}" for name in names for part in ("mean", "sd", "gain", "p")]
+    parts = [f"{name} {part}" for name in names for part in ("mean", "sd", "gain", "gain low", "gain high", "p")]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["method", "rate", *parts, "made worse"])
@@ -150,8 +153,8 @@ def _latex_text(text: str) -> str:
 
 def _csv_numbers(cell: Cell | None, column: Column) -> list[str]:
     if cell is None:
-        return [""] * 4
-    scaled = (cell.mean, cell.sd, cell.gain)
+        return [""] * 6
+    scaled = (cell.mean, cell.sd, cell.gain, *cell.interval)
     return [*(_plain(number * column.scale) for number in scaled), "" if math.isnan(cell.p) else f"{cell.p:.3g}"]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dltta.data.case import Case, Dataset
 from dltta.data.formats.images import Geometry, Image
+from dltta.data.sites import Slices
 from dltta.errors import DataError
 from dltta.evaluation.rehearsal import FEWEST_CASES, FORMAT, Progress, cut, framed, rehearse
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
@@ -30,6 +31,7 @@ class Home:
 
     pairs: list[Pair]
     held_out: bool
+    sliced: bool = False  # slices of volumes
 
 
 def rehearse_checkpoint(
@@ -46,7 +48,9 @@ def rehearse_checkpoint(
     if checkpoint.rehearsal is None:
         checkpoint.model.to(device)
         opened = open_checkpoint(checkpoint, folder.name)
-        found = rehearse(opened, home.pairs, seed=settings.seed, parts=folder / PARTS, progress=progress)
+        found = rehearse(
+            opened, home.pairs, sliced=home.sliced, seed=settings.seed, parts=folder / PARTS, progress=progress
+        )
         save_rehearsal(folder, found)
         forget_parts(folder)
     return load_checkpoint(folder), home
@@ -71,7 +75,8 @@ def calibrate_model(
     missing = opened.calibration is None
     if missing:
         opened = replace(opened, calibration=calibrate(opened.model, _alike([image for image, _ in pairs])))
-    found = rehearse(opened, pairs, seed=seed, parts=folder / PARTS, progress=progress)
+    sliced = isinstance(site, Slices)
+    found = rehearse(opened, pairs, sliced=sliced, seed=seed, parts=folder / PARTS, progress=progress)
     save_rehearsal(folder, found, opened.calibration if missing else None)
     forget_parts(folder)
     return found
@@ -103,7 +108,7 @@ def at_home(sites: Sequence[Dataset], settings: TrainingSettings, checkpoint: Ch
     _, validation = split_by_group(cases, settings.validation, settings.seed)
     chosen = [cases[i] for i in validation] or cases
     pairs = read_pairs(chosen, checkpoint.preprocessing)
-    return Home(enough(pairs, settings.patch), bool(validation))
+    return Home(enough(pairs, settings.patch), bool(validation), any(isinstance(site, Slices) for site in sites))
 
 
 def of_site(opened: OpenedModel, site: Dataset) -> list[Pair]:

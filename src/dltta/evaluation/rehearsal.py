@@ -48,7 +48,10 @@ CROP = 32  # crops are multiples of this
 WEIGHTS = (0.0, 0.25, 0.5, 1.0)
 DEFAULT_MARGINS = (1.0, 0.1, 0.05, 0.02, 0.01, 0.0)  # 1: always the default
 SOURCE_MARGINS = (0.0, 0.01, 0.02, 0.05)
-SMOOTHING = 0.05  # of the usual size of a class
+SMOOTHING, SLICE_SMOOTHING = (
+    0.05,
+    0.5,
+)  # of the usual size of a class; slices are parts of a volume, small ones count less
 FLIP_TOLERANCE = 0.002  # so much may a flip cost source images on average
 FLAGGED_SOURCE, FLAGGED_REFUSED = 0.05, 0.9  # of source images at most, of harmful ones at least
 FRAMINGS: tuple["Framing", ...] = ("whole", "whole", "whole", "close")  # of the simulated sites in turn
@@ -128,17 +131,18 @@ def rehearse(
     opened: OpenedModel,
     cases: Sequence[Pair],
     *,
+    sliced: bool = False,
     seed: int = 0,
     parts: Path | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """What `ChoosingAdapter` needs to know about a model, as JSON, from labeled cases as the network takes them.
 
-    `parts` is a folder where finished streams are kept, so that an interrupted rehearsal continues.
+    `sliced` says that they are slices of volumes, which are scored whole. `parts` is a folder where finished streams are kept, so that an interrupted rehearsal continues.
     """
     if not cases:
         raise DataError("there is no labeled case to rehearse with")
-    setup = Setup.of(opened, cases, seed)
+    setup = Setup.of(opened, cases, seed, SLICE_SMOOTHING if sliced else SMOOTHING)
     streams = setup.streams()
     rows: dict[int, dict[str, Recorded]] = {size: {} for size in setup.batch_sizes}
     total = len(streams) * len(rows)
@@ -173,9 +177,10 @@ class Setup:
     sites: int
     batch_sizes: tuple[int, ...]
     seed: int
+    smoothing: float
 
     @classmethod
-    def of(cls, opened: OpenedModel, cases: Sequence[Pair], seed: int) -> "Setup":
+    def of(cls, opened: OpenedModel, cases: Sequence[Pair], seed: int, smoothing: float = SMOOTHING) -> "Setup":
         model = opened.model.eval()
         chosen = _spread(cases, max(CASES[opened.task].values()))
         count, sites, chosen = affordable(model, chosen, opened.task)
@@ -184,10 +189,11 @@ class Setup:
         calibration = opened.calibration or calibrate(model, images)
         with torch.no_grad():
             predictions = [_predict(model, image) for image in images]
-        flip = best_flip(model, chosen, predictions)
+        flip = best_flip(model, chosen, predictions, smoothing)
         sizes = tuple(dict.fromkeys(min(size, len(chosen)) for size in CASES[opened.task]))
         return cls(
-            opened, chosen, calibration, Usual.of(predictions), SourceValues.of(images), flip, sites, sizes, seed
+            opened, chosen, calibration, Usual.of(predictions), SourceValues.of(images), flip, sites, sizes, seed,
+            smoothing,
         )  # fmt: skip
 
     @property
@@ -230,6 +236,7 @@ class Setup:
         sites = [site.as_json() for site in stream.sites]
         decisive = [
             self.opened.fingerprint, cases.hexdigest(), sites, stream.framing, batch_size, SCORED, self.flip, self.seed,
+            self.smoothing,
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -239,7 +246,7 @@ class Setup:
             self.opened.model, self.arms, calibration=self.calibration, values=self.values, batch_size=batch_size
         )
         plans = self.every_plan()
-        sizes = sizes_of([label for _, label in self.cases], len(self.opened.classes))
+        smooth = self.smoothing * sizes_of([label for _, label in self.cases], len(self.opened.classes))
         rows: dict[str, list[tuple[Table, Table]]] = {_name(plan): [] for plan in plans}
         plain: dict[str, list[Table]] = {SOURCE: [], BATCH: []}
         device = next(self.opened.model.parameters()).device
@@ -251,10 +258,10 @@ class Setup:
             arms.commit()
             for plan in plans:
                 made = assemble(plan, views, self.usual)
-                rows[_name(plan)].append((made.signals, scores_of(made.predictions, labels, sizes)))
+                rows[_name(plan)].append((made.signals, scores_of(made.predictions, labels, smooth)))
             for name, column in plain.items():
                 given = views.plain.get(name, views.plain[SOURCE]).cpu()[:, None]
-                column.append(scores_of(given, labels, sizes)[:, 0])
+                column.append(scores_of(given, labels, smooth)[:, 0])
         return Recorded(
             {name: np.concatenate([signals for signals, _ in each]) for name, each in rows.items()},
             {name: np.concatenate([scores for _, scores in each]) for name, each in rows.items()},
@@ -326,12 +333,14 @@ def _halved(pair: Pair) -> Pair:
     return image.narrow(1 + axis, begin, kept).contiguous(), label.narrow(axis, begin, kept).contiguous()
 
 
-def best_flip(model: nn.Module, cases: Sequence[Pair], predictions: Sequence[Tensor]) -> int | None:
+def best_flip(
+    model: nn.Module, cases: Sequence[Pair], predictions: Sequence[Tensor], smoothing: float = SMOOTHING
+) -> int | None:
     """The spatial axis whose flip, averaged in, scores best on source images; None if every one of them costs."""
     labels = [label for _, label in cases]
-    sizes = sizes_of(labels, len(predictions[0]))
+    smooth = smoothing * sizes_of(labels, len(predictions[0]))
     whole = zip(predictions, labels, strict=True)
-    plain = float(np.mean([scores_of(p[None, None], [label], sizes)[0, 0] for p, label in whole]))
+    plain = float(np.mean([scores_of(p[None, None], [label], smooth)[0, 0] for p, label in whole]))
     found: dict[int, float] = {}
     for axis in range(cases[0][0].ndim - 1):
         scores = []
@@ -339,7 +348,7 @@ def best_flip(model: nn.Module, cases: Sequence[Pair], predictions: Sequence[Ten
             with torch.no_grad():
                 flipped = _predict(model, image.flip(1 + axis))
             back = flipped.flip(1 + axis) if flipped.ndim > 1 else flipped
-            scores.append(scores_of(((prediction + back) / 2)[None, None], [label], sizes)[0, 0])
+            scores.append(scores_of(((prediction + back) / 2)[None, None], [label], smooth)[0, 0])
         found[axis] = float(np.mean(scores))
     best = max(found, key=lambda axis: found[axis])
     return best if found[best] >= plain - FLIP_TOLERANCE else None
@@ -446,27 +455,26 @@ def sizes_of(labels: Sequence[Tensor], classes: int) -> Table:
     return found
 
 
-def scores_of(predictions: Tensor, labels: Sequence[Tensor], sizes: Table) -> Table:
+def scores_of(predictions: Tensor, labels: Sequence[Tensor], smooth: Table) -> Table:
     """Mean foreground Dice or accuracy of predictions (B, K, C, *positions), (B, K).
 
-    Dice is (2 |A∩B| + s) / (|A| + |B| + s) with s a twentieth of the usual size of the class: nothing where nothing is
-    scores 1, and a few positions too many there cost less than many.
+    Dice is (2 |A∩B| + s) / (|A| + |B| + s) with s in `smooth` for each class, a part of its usual size: nothing where
+    nothing is scores 1, and a few positions too many there cost less than many.
     """
-    return np.stack([_of_image(each, label, sizes) for each, label in zip(predictions, labels, strict=True)])
+    return np.stack([_of_image(each, label, smooth) for each, label in zip(predictions, labels, strict=True)])
 
 
-def _of_image(predictions: Tensor, label: Tensor, sizes: Table) -> Table:
+def _of_image(predictions: Tensor, label: Tensor, smooth: Table) -> Table:
     hard = most_likely(predictions)  # (K, *positions)
     if label.ndim == 0:
         right: Table = (hard == label).double().numpy()
         return right
     dice = []
-    for value, usual in enumerate(sizes, 1):
+    for value, s in enumerate(smooth, 1):
         ours, theirs = (hard == value).flatten(1), (label == value).flatten()
         size = (ours.sum(1) + theirs.sum()).double().numpy()
         both = (ours & theirs).sum(1).double().numpy()
-        smooth = SMOOTHING * usual
-        dice.append((2 * both + smooth) / (size + smooth))
+        dice.append((2 * both + s) / (size + s))
     found: Table = np.mean(dice, axis=0)
     return found
 

@@ -41,7 +41,7 @@ class StreamResult(StreamRecord):
     ) -> "StreamResult":
         """The record of a run with its place in the experiment."""
         return cls(
-            target=record.target, task=record.task, metrics=record.metrics, cases=record.cases,
+            target=record.target, task=record.task, metrics=record.metrics, cases=record.cases, volumes=record.volumes,
             source=source, method=method, rate=rate, seed=seed, order=order,
         )  # fmt: skip
 
@@ -135,7 +135,7 @@ def summarize(streams: Iterable[StreamResult], metric: str) -> SummaryRow:
     )
     if len(streams) > 1 or first.task == "classification":  # right and wrong predictions have no sd worth a table
         return row
-    per_case = [value for case in first.cases if not math.isnan(value := case.metrics.get(metric, math.nan))]
+    per_case = [value for case in first.scored if not math.isnan(value := case.metrics.get(metric, math.nan))]
     return SummaryRow(**{**asdict(row), "case_sd": _sd(per_case), "cases": len(per_case)})
 
 
@@ -143,10 +143,15 @@ def case_means(streams: Iterable[StreamResult], metric: str) -> dict[tuple[str, 
     """Each case's value, averaged over streams; cases that never define it are left out."""
     values: dict[tuple[str, str], list[float]] = {}
     for stream in streams:
-        for case in stream.cases:
+        for case in stream.scored:
             values.setdefault(case.key, []).append(case.metrics.get(metric, math.nan))
     means = {case: mean_defined(listed) for case, listed in values.items()}
     return {case: mean for case, mean in means.items() if not math.isnan(mean)}
+
+
+def case_patients(streams: Iterable[StreamResult]) -> dict[tuple[str, str], tuple[str, str]]:
+    """The patient of each scored case; of a volume without one, itself."""
+    return {case.key: case.patient for stream in streams for case in stream.scored}
 
 
 def _sd(values: list[float]) -> float:
@@ -170,10 +175,14 @@ def _without_none(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stream_to_json(stream: StreamResult) -> dict[str, Any]:
-    names = ("source", "target", "method", "rate", "seed", "order", "task", "unit", "undefined", "metrics")
+    names = ("source", "target", "method", "rate", "seed", "order", "task", "unit", "missed", "invented", "metrics")
     head = {name: getattr(stream, name) for name in names}
-    rows = [_without_none({item.name: getattr(case, item.name) for item in fields(case)}) for case in stream.cases]
-    return {**_without_none(head), "cases": rows}
+    record = {**_without_none(head), "cases": list(map(_case_to_json, stream.cases))}
+    return {**record, "volumes": list(map(_case_to_json, stream.volumes))} if stream.volumes else record
+
+
+def _case_to_json(case: CaseRecord) -> dict[str, Any]:
+    return _without_none({item.name: getattr(case, item.name) for item in fields(case)})
 
 
 # ---- from JSON
@@ -211,6 +220,7 @@ def _provenance_from_json(record: Any) -> Provenance:
 
 def _stream_from_json(record: Any, where: str) -> StreamResult:
     cases = _take(record, "cases", list, where)
+    volumes = _maybe(record, "volumes", list, where) or []
     return StreamResult(
         source=_take(record, "source", str, where),
         target=_take(record, "target", str, where),
@@ -221,6 +231,7 @@ def _stream_from_json(record: Any, where: str) -> StreamResult:
         task=_task(record, where),
         metrics=_metrics(record, where),
         cases=tuple(_case_from_json(item, f"{where}.cases[{index}]") for index, item in enumerate(cases)),
+        volumes=tuple(_case_from_json(item, f"{where}.volumes[{index}]") for index, item in enumerate(volumes)),
     )
 
 
@@ -234,17 +245,23 @@ def _case_from_json(record: Any, where: str) -> CaseRecord:
         discrepancy=_number(record, "discrepancy", where),
         rate=_number(record, "rate", where),
         unit=_unit(record, where),
-        undefined=_maybe(record, "undefined", int, where),
+        missed=_maybe(record, "missed", int, where),
         label=_maybe(record, "label", int, where),
         prediction=_maybe(record, "prediction", int, where),
         probabilities=_probabilities(record, where),
         decision=_maybe(record, "decision", str, where),
         reason=_maybe(record, "reason", str, where),
+<<<<<<< HEAD
         candidate=_maybe(record, "candidate", str, where),
         quality=_number(record, "quality", where),
         quality_low=_number(record, "quality_low", where),
         quality_high=_number(record, "quality_high", where),
         review=_maybe(record, "review", bool, where),
+=======
+        invented=_maybe(record, "invented", int, where),
+        group=_maybe(record, "group", str, where),
+        volume=_maybe(record, "volume", str, where),
+>>>>>>> shifts
     )
 
 

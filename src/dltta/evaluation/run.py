@@ -6,7 +6,7 @@ The only place where labels meet predictions: the adapter is handed images and n
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Literal, Protocol
 
@@ -16,7 +16,8 @@ from torch import Tensor
 from dltta.core.step import Step
 from dltta.data.case import Case, Dataset, Task
 from dltta.errors import DataError, SettingError
-from dltta.metrics import Unit, mean_defined, score_classification, score_segmentation
+from dltta.evaluation.stacks import Stacks, Volume
+from dltta.metrics import SegmentationScores, Unit, mean_defined, score_classification, score_segmentation
 from dltta.models.predictions import most_likely, probabilities
 from dltta.quality.decision import Decision
 from dltta.quality.guarded import decision_of
@@ -40,7 +41,7 @@ class CaseRecord:
     discrepancy: float | None = None
     rate: float | None = None
     unit: Unit | None = None  # of hd95 and asd
-    undefined: int | None = None  # classes in only one of label and prediction: no surface distance
+    missed: int | None = None  # classes in the label only
     label: int | None = None  # these three in classification only
     prediction: int | None = None
     probabilities: tuple[float, ...] | None = None
@@ -51,11 +52,19 @@ class CaseRecord:
     quality_low: float | None = None
     quality_high: float | None = None
     review: bool | None = None  # whether somebody should look at it
+    invented: int | None = None  # classes in the prediction only
+    group: str | None = None  # patient or volume: the unit of tests and intervals
+    volume: str | None = None  # of a slice: what is scored instead of it
 
     @property
     def key(self) -> tuple[str, str]:
         """Site and name: unique in a stream, whatever sites it mixes."""
         return self.site, self.case
+
+    @property
+    def patient(self) -> tuple[str, str]:
+        """Site and patient; where nobody knows the patient, the case."""
+        return self.site, self.group or self.case
 
 
 @dataclass(frozen=True)
@@ -66,16 +75,27 @@ class StreamRecord:
     task: Task
     metrics: Mapping[str, float]  # segmentation: means over the cases that define them; classification: of the stream
     cases: tuple[CaseRecord, ...]  # in the order in which they came
+    volumes: tuple[CaseRecord, ...] = field(default=(), kw_only=True)  # scores of what came slice by slice
 
     @property
-    def undefined(self) -> int:
-        """How many surface distances the means leave out."""
-        return sum(case.undefined or 0 for case in self.cases)
+    def scored(self) -> tuple[CaseRecord, ...]:
+        """The rows that have scores: cases, and volumes instead of their slices."""
+        return (*(case for case in self.cases if case.volume is None), *self.volumes)
+
+    @property
+    def missed(self) -> int:
+        """How many structures of the labels no prediction has."""
+        return sum(case.missed or 0 for case in self.scored)
+
+    @property
+    def invented(self) -> int:
+        """How many structures were predicted that the labels do not have."""
+        return sum(case.invented or 0 for case in self.scored)
 
     @property
     def unit(self) -> Literal["mm", "px", "mixed"] | None:
         """Unit of hd95 and asd; `mixed` when only some cases have a spacing."""
-        units = {case.unit for case in self.cases if case.unit is not None}
+        units = {case.unit for case in self.scored if case.unit is not None}
         return "mixed" if len(units) > 1 else next(iter(units), None)
 
 
@@ -92,10 +112,14 @@ def run_stream(
     progress: Progress | None = None,
     collect: Collect | None = None,
 ) -> StreamRecord:
-    """The record of `adapter` on the cases of `dataset` in this order; the last batch may be smaller."""
+    """The record of `adapter` on the cases of `dataset` in this order; the last batch may be smaller.
+
+    Slices are adapted to one after another, in whatever order they come, and scored as the volumes that they make up.
+    """
     if batch_size < 1:
         raise SettingError(f"batch_size must be at least 1, found {batch_size}")
     rows: list[CaseRecord] = []
+    stacks = Stacks()
     for cases in _batches(dataset, order, batch_size):
         started = time.perf_counter()
         step = adapter.step(_stack(cases), case=_batch_name(cases))
@@ -103,11 +127,15 @@ def run_stream(
         for position, (case, prediction) in enumerate(zip(cases, predicted(step.logits, dataset), strict=True)):
             row = _row(case, prediction, dataset, step, position, seconds)
             rows.append(row)
+            if row.volume is not None:
+                stacks.add(case, prediction)
             if collect is not None:
                 collect(case, prediction, row)
         if progress is not None:
             progress(len(rows), len(order))
-    return StreamRecord(dataset.site, dataset.task, stream_metrics(rows, dataset.task), tuple(rows))
+    volumes = tuple(_volume_row(volume, dataset.classes) for volume in stacks.volumes())
+    record = StreamRecord(dataset.site, dataset.task, {}, tuple(rows), volumes=volumes)
+    return replace(record, metrics=stream_metrics(record.scored, dataset.task))
 
 
 def predicted(logits: Tensor, dataset: Dataset) -> Tensor:
@@ -164,13 +192,15 @@ def _row(case: Case, prediction: Tensor, dataset: Dataset, step: Step, position:
     numbers = (_finite(step.loss), _finite(step.discrepancy), _finite(step.rate))
     decision = decision_of(step)
     decided = None if decision is None else decision.of(position)
-    row = CaseRecord(case.name, case.site, {}, seconds, *numbers)
+    row = CaseRecord(case.name, case.site, {}, seconds, *numbers, group=case.group)
     if decided is not None:
         row = replace(row, decision=str(decided.outcome), reason=decided.reason and str(decided.reason))
         row = replace(row, candidate=decided.candidate, **_expected(decided))
     try:
         if dataset.task == "classification":
             return _classified(row, prediction, case)
+        if case.place is not None:
+            return replace(row, volume=case.place.volume)
         return row if case.label is None else _segmented(row, prediction, case.label, case, dataset.classes)
     except DataError as error:
         raise DataError(f"case {case.name}: {error}") from error
@@ -198,8 +228,17 @@ def _classified(row: CaseRecord, chances: Tensor, case: Case) -> CaseRecord:
 
 
 def _segmented(row: CaseRecord, prediction: Tensor, label: Tensor, case: Case, classes: Sequence[str]) -> CaseRecord:
-    scores = score_segmentation(prediction, label, classes, spacing=case.spacing)
-    return replace(row, metrics=scores.metrics, unit=scores.unit, undefined=scores.undefined)
+    return with_scores(row, score_segmentation(prediction, label, classes, spacing=case.spacing))
+
+
+def _volume_row(volume: Volume, classes: Sequence[str]) -> CaseRecord:
+    scores = score_segmentation(volume.prediction, volume.label, classes, spacing=volume.spacing)
+    return with_scores(CaseRecord(volume.name, volume.site, {}, None, group=volume.group), scores)
+
+
+def with_scores(row: CaseRecord, scores: SegmentationScores) -> CaseRecord:
+    """The row of a segmented case with what it scored."""
+    return replace(row, metrics=scores.metrics, unit=scores.unit, missed=scores.missed, invented=scores.invented)
 
 
 def _finite(value: float | None) -> float | None:

@@ -5,13 +5,20 @@ Values are shown in points (x 100), distances in their unit. The same results gi
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from dltta.errors import SettingError
-from dltta.evaluation.comparison import case_gains, negative_transfer, paired_test, worst_site
-from dltta.evaluation.results import SOURCE, Results, case_means, summarize
+from dltta.evaluation.comparison import (
+    bootstrap_interval,
+    case_gains,
+    negative_transfer,
+    paired_test,
+    unit_means,
+    worst_site,
+)
+from dltta.evaluation.results import SOURCE, Results, StreamResult, case_means, case_patients, summarize
 from dltta.metrics import (
     CLASSIFICATION_METRICS,
     DISTANCES,
@@ -72,6 +79,7 @@ class Cell:
     mean: float
     sd: float = math.nan
     gain: float = math.nan  # over the source; positive is better
+    interval: tuple[float, float] = (math.nan, math.nan)  # 95 % of the gain, over patients and trainings
     p: float = math.nan  # against the same method with the fixed rate
     significance: Direction | None = None  # significantly better or worse than with the fixed rate
     best: bool = False  # of its column, as shown
@@ -234,7 +242,8 @@ def _cell(results: Results, method: str, rate: str, column: Column) -> Cell | No
     row = summarize(streams, column.metric)
     p, significance = _against_fixed(results, method, rate, column.pair, column.metric)
     sd = row.case_sd if len(streams) == 1 else row.sd
-    return Cell(row.mean, sd, _gain(results, method, row.mean, column), p, significance)
+    interval = _interval(results, method, rate, column.pair, column.metric)
+    return Cell(row.mean, sd, _gain(results, method, row.mean, column), interval, p, significance)
 
 
 def _mean_cell(cells: Sequence[Cell | None]) -> Cell | None:
@@ -255,17 +264,29 @@ def _gain(results: Results, method: str, mean: float, column: Column) -> float:
     return difference if higher_is_better(column.metric) else -difference
 
 
+def _interval(results: Results, method: str, rate: str, pair: Pair, metric: str) -> tuple[float, float]:
+    """Of the gain over the source; each training is compared with the source model of the same training."""
+    source, adapted = results.select(*pair, SOURCE, "none"), results.select(*pair, method, rate)
+    if method == SOURCE:
+        return math.nan, math.nan
+    seeds = [seed for seed in dict.fromkeys(stream.seed for stream in adapted) if any(s.seed == seed for s in source)]
+    of_seed = [[[s for s in side if s.seed == seed] for side in (adapted, source)] for seed in seeds]
+    gained = [case_gains(case_means(ours, metric), case_means(theirs, metric), metric) for ours, theirs in of_seed]
+    return bootstrap_interval([gains for gains in gained if gains], case_patients(adapted))
+
+
 def _against_fixed(results: Results, method: str, rate: str, pair: Pair, metric: str) -> tuple[float, Direction | None]:
     """P of the paired test against the same method with the fixed rate, and which way it goes when significant."""
     if rate in PLAIN_RATES:
         return math.nan, None
-    ours = case_means(results.select(*pair, method, rate), metric)
-    fixed = case_means(results.select(*pair, method, "fixed"), metric)
-    shared = [case for case in ours if case in fixed]
-    p = paired_test([ours[case] for case in shared], [fixed[case] for case in shared]).p
+    streams = results.select(*pair, method, rate)
+    ours, fixed = case_means(streams, metric), case_means(results.select(*pair, method, "fixed"), metric)
+    shared, patients = ours.keys() & fixed.keys(), case_patients(streams)
+    first, second = (unit_means({c: v for c, v in side.items() if c in shared}, patients) for side in (ours, fixed))
+    p = paired_test(list(first.values()), [second[patient] for patient in first]).p
     if not p < SIGNIFICANT:
         return p, None
-    return p, "better" if mean_defined(case_gains(ours, fixed, metric).values()) > 0 else "worse"
+    return p, "better" if mean_defined(case_gains(first, second, metric).values()) > 0 else "worse"
 
 
 def _made_worse(results: Results, method: str, rate: str, columns: Sequence[Column]) -> float:
@@ -280,7 +301,7 @@ def _made_worse(results: Results, method: str, rate: str, columns: Sequence[Colu
 def _per_case_metric(results: Results, columns: Sequence[Column]) -> str:
     """The first column's metric when cases have it, else the primary one (AUC belongs to a stream, not to a case)."""
     first = columns[0].metric
-    has_it = any(first in case.metrics for stream in results.streams for case in stream.cases)
+    has_it = any(first in case.metrics for stream in results.streams for case in stream.scored)
     return first if has_it else primary_metric(results)
 
 
@@ -310,8 +331,8 @@ def _notes(results: Results, rows: Sequence[Row], columns: Sequence[Column]) -> 
         notes.append(f"Made worse: share of cases that score worse than without adaptation ({title}).")
     if any(not math.isnan(cell.p) for cell in cells):
         notes.append(_significance_note(results, cells))
-    if any(column.metric in DISTANCES for column in columns):
-        notes.extend(_undefined_notes(results, columns))
+    notes.extend(_count_notes(results, columns))
+    notes.extend(_different_cases_notes(results, columns))
     notes.extend(_decision_notes(results, columns))
     notes.extend(_training_notes(results, {row.method for row in rows}))
     if (seeing := target_note(row.method for row in rows)) is not None:
@@ -354,7 +375,8 @@ def _spread_note(results: Results, columns: Sequence[Column]) -> str:
 
 def _significance_note(results: Results, cells: Sequence[Cell]) -> str:
     test = "McNemar" if _right_or_wrong(results) else "Wilcoxon"
-    how = f"(paired {test} test over cases, p < {SIGNIFICANT}, not corrected for the number of tests)"
+    units = "patients" if _several_cases_per_patient(results) else "cases"
+    how = f"(paired {test} test over {units}, p < {SIGNIFICANT}, not corrected for the number of tests)"
     found = [direction for direction in DIRECTIONS if any(cell.significance == direction for cell in cells)]
     if not found:
         return f"No difference from the fixed rate is significant {how}."
@@ -363,20 +385,46 @@ def _significance_note(results: Results, cells: Sequence[Cell]) -> str:
 
 
 def _right_or_wrong(results: Results) -> bool:
-    """True when cases are right or wrong, once: several streams have shares of right predictions."""
+    """True when patients are right or wrong, once: several streams or cases have shares of right predictions."""
     several = {len(results.select(*pair, *row)) for pair in pairs(results) for row in methods(results)} - {0, 1}
-    return primary_metric(results) == "accuracy" and not several
+    return primary_metric(results) == "accuracy" and not several and not _several_cases_per_patient(results)
 
 
-def _undefined_notes(results: Results, columns: Sequence[Column]) -> list[str]:
+def _several_cases_per_patient(results: Results) -> bool:
+    return any(len({case.patient for case in stream.scored}) < len(stream.scored) for stream in results.streams)
+
+
+def _count_notes(results: Results, columns: Sequence[Column]) -> Iterator[str]:
+    """Structures that were missed, where distances are shown, and invented ones, which no mean shows."""
     shown = {column.pair for column in columns}
-    counts: dict[str, int] = {}
-    for stream in results.streams:
-        if stream.undefined and (stream.source, stream.target) in shown:
-            label = method_label(stream.method, stream.rate)
-            counts[label] = counts.get(label, 0) + stream.undefined
-    listed = ", ".join(f"{label} {count}" for label, count in counts.items())
-    return [f"Surface distances left out because a structure was missed or invented: {listed}."] if listed else []
+    streams = [stream for stream in results.streams if (stream.source, stream.target) in shown]
+    missed = _totals(streams, lambda stream: stream.missed)
+    if missed and any(column.metric in DISTANCES for column in columns):
+        yield f"Missed structures, whose distance counts as the diagonal of the image: {missed}."
+    if invented := _totals(streams, lambda stream: stream.invented):
+        yield f"Invented structures, which the label does not have and no mean shows: {invented}."
+
+
+def _totals(streams: Iterable[StreamResult], count: Callable[[StreamResult], int]) -> str:
+    totals: Counter[str] = Counter()
+    for stream in streams:
+        totals[method_label(stream.method, stream.rate)] += count(stream)
+    return ", ".join(f"{label} {total}" for label, total in totals.items() if total)
+
+
+def _different_cases_notes(results: Results, columns: Sequence[Column]) -> Iterator[str]:
+    """A warning for results whose means are over different cases, such as those of older versions."""
+    for column in columns:
+        if column.pair is None:
+            continue
+        counts = {
+            method_label(*row): len(case_means(streams, column.metric))
+            for row in methods(results)
+            if (streams := results.select(*column.pair, *row))
+        }
+        if len(set(counts.values()) - {0}) > 1:
+            listed = ", ".join(f"{label} {count}" for label, count in counts.items())
+            yield f"{column.title}: means over different numbers of cases, which do not compare: {listed}."
 
 
 def _decision_notes(results: Results, columns: Sequence[Column]) -> list[str]:

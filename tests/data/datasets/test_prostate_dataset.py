@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dltta.data.check import check_published
-from dltta.data.datasets.prostate import Prostate
+from dltta.data.datasets.prostate import Prostate, sites_in
 from dltta.errors import DataError
 
 SPACING = (0.5, 0.75, 3.0)
@@ -37,6 +37,37 @@ def test_sites_go_by_name_or_letter_in_any_case(tmp_path, site, folder, ending):
     opened = Prostate(write(tmp_path, folder, ending=ending), site)
     assert (opened.site, len(opened), opened.names) == ("RUNMC", 2, ("Case00", "Case01"))
     assert opened.classes == ("background", "prostate")
+
+
+def nnunet(folder: Path, site: str, cases: int = 2) -> Path:
+    """The same volumes in nnU-Net's layout, under names of their own."""
+    write(folder, site, cases)
+    for name in ("imagesTr", "labelsTr"):
+        (folder / site / name).mkdir()
+    for n in range(cases):
+        (folder / site / f"Case{n:02d}.nii.gz").rename(folder / site / "imagesTr" / f"Pat_{n}_0000.nii.gz")
+        (folder / site / f"Case{n:02d}_segmentation.nii.gz").rename(folder / site / "labelsTr" / f"Pat_{n}.nii.gz")
+    return folder
+
+
+def test_a_site_may_come_in_the_layout_of_nnunet(tmp_path):
+    opened = Prostate(nnunet(tmp_path / "a", "radboud"), "A")
+    assert (opened.site, opened.names, opened.groups) == ("RUNMC", ("Pat_0", "Pat_1"), ("Pat_0", "Pat_1"))
+    beside = Prostate(write(tmp_path / "b", "RUNMC"), "A")
+    assert torch.equal(opened[1].image, beside[1].image)
+    assert torch.equal(opened[1].label, beside[1].label)
+    (tmp_path / "a" / "radboud" / "labelsTr" / "Pat_1.nii.gz").unlink()
+    with pytest.raises(DataError, match="Pat_1_0000.nii.gz: labelsTr/Pat_1.nii.gz missing"):
+        Prostate(tmp_path / "a", "A")
+    problems = [str(problem) for problem in check_published("prostate", tmp_path / "a")]
+    assert any("labelsTr/Pat_1.nii.gz missing" in line for line in problems)
+
+
+def test_single_sites_are_found_in_the_papers_order(tmp_path):
+    assert sites_in(tmp_path / "nowhere") == ()
+    for site in ("ucl", "Radboud", "ISBI_1.5", "elsewhere"):
+        (tmp_path / site).mkdir()
+    assert sites_in(tmp_path) == ("RUNMC", "BMC", "UCL")
 
 
 def test_a_volume_is_normalized_then_resized_in_the_axial_plane(tmp_path):

@@ -21,7 +21,9 @@ def test_a_longer_draw_begins_with_the_shorter():
 
 
 def test_another_seed_draws_other_sites():
-    assert not set(draw_sites(10, seed=0)) & set(draw_sites(10, seed=1))
+    first, second = draw_sites(10, seed=0), draw_sites(10, seed=1)
+    assert not set(first) & set(second)
+    assert not {site.seed for site in first} & {site.seed for site in second}
 
 
 def test_severities_are_spread_evenly_however_few_are_drawn():

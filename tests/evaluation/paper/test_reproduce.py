@@ -4,11 +4,13 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import nibabel as nib
 import numpy as np
 import pytest
 import torch
 from PIL import Image as Pillow
 
+import dltta.data.datasets.prostate
 import dltta.evaluation.paper.reproduce
 from commands import typed
 from dltta.config import default_preprocessing, open_dataset
@@ -624,6 +626,65 @@ def test_wrong_data_are_one_line_that_lists_what_is_missing(tmp_path):
     with pytest.raises(DataError, match=r"no folder RUNMC.*\| and 3 more \(`dltta data check"):
         reproduce("prostate", Setup(tmp_path / "out", tmp_path))
     assert not (tmp_path / "out").exists()
+
+
+def write_prostate(folder, sites):
+    """Single sites in nnU-Net's layout: bright boxes in small volumes."""
+    for site, cases in sites.items():
+        for name in ("imagesTr", "labelsTr"):
+            (folder / site / name).mkdir(parents=True)
+        for case in range(cases):
+            label = np.zeros((24, 24, 8), np.uint8)
+            label[6:16, 8 + case : 18, 2:6] = 1
+            image = 100 * label + np.random.default_rng(case).normal(300, 20, label.shape)
+            for values, file in ((image, f"imagesTr/{site}{case}_0000"), (label, f"labelsTr/{site}{case}")):
+                saved = nib.Nifti1Image(values.astype(np.float32), np.eye(4))
+                nib.save(saved, folder / site / f"{file}.nii.gz")
+    return folder
+
+
+@pytest.mark.long
+def test_single_sites_fill_the_columns_that_they_can(tmp_path, monkeypatch, plain_report):
+    data = write_prostate(tmp_path / "data", {"radboud": 2, "ucl": 2, "bidmc": 1})
+    real = base_experiment
+
+    def small(bed, setup):
+        base = real(bed, setup)
+        training = TrainingSettings(epochs=1, batch_size=2, validation=0.5, patch=(32, 16, 16))
+        recipe = replace(base.adaptation, batches_kept=2, neighbors=1)
+        methods = ("source", "tent")
+        return replace(
+            base, methods=methods, rates=("fixed",), uda={}, network_options={"width": 2}, training=training,
+            adaptation=recipe, examples=1,
+        )  # fmt: skip
+
+    monkeypatch.setattr(dltta.data.datasets.prostate, "PLANE", (24, 24))
+    monkeypatch.setattr(dltta.evaluation.paper.reproduce, "base_experiment", small)
+    text = reproduce("prostate", Setup(tmp_path / "out", data))[0].read_text()
+    assert "Columns filled: D UCL, E BIDMC; not at hand: B BMC, C I2CVB, F HK, so there is no average." in text
+    assert "Volumes, ours (the paper's): A RUNMC 2 (30), D UCL 2 (13), E BIDMC 1 (12)." in text
+    assert "Ours, images of each target: UCL 2, BIDMC 1." in text
+    found = Results.load(tmp_path / "out" / "prostate" / "paper" / "results.json")
+    dice = {s.target: s.metrics["dice"] for s in found.streams if (s.method, s.rate) == ("tent", "fixed")}
+    row = next(line for line in text.splitlines() if line.startswith("| Tent |"))
+    ours = [cell.strip() for cell in row.split("|")][2:-1:2]
+    filled = [f"{100 * dice['UCL']:.2f}", f"{100 * dice['BIDMC']:.2f}"]
+    assert ours == ["not run", "not run", *filled, "not run", "not run"]
+
+
+def test_single_sites_need_the_papers_source_and_a_target(tmp_path):
+    write_prostate(tmp_path / "source", {"radboud": 1})
+    with pytest.raises(DataError, match="no folder BMC"):
+        reproduce("prostate", Setup(tmp_path / "out", tmp_path / "source"))
+    write_prostate(tmp_path / "target", {"ucl": 1})
+    with pytest.raises(DataError, match="no folder RUNMC"):
+        reproduce("prostate", Setup(tmp_path / "out", tmp_path / "target"))
+
+
+def test_all_sites_are_the_published_data(tmp_path):
+    sites = ("radboud", "bmc", "i2cvb", "ucl", "bidmc", "hk")
+    folder = write_prostate(tmp_path, dict.fromkeys(sites, 1))
+    assert about("prostate", Setup(tmp_path / "out", folder)) == ON_PUBLISHED_DATA
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """1 images. What is one volume of the six-site prostate data set, as the paper prepares it?
 
-Each site is a folder of T2-weighted volumes `CaseNN.nii.gz` with `CaseNN_segmentation.nii.gz` beside them. A volume is
+Each site is a folder of T2-weighted volumes `CaseNN.nii.gz` with `CaseNN_segmentation.nii.gz` beside them, or in
+nnU-Net's layout, `imagesTr/NAME_0000.nii.gz` and `labelsTr/NAME.nii.gz`. Single sites will do. A volume is
 normalized to zero mean and unit variance, then resized to 384 x 384 in the axial plane, images linearly and labels to
 the nearest; label values above 0 (some sites tell zones apart) are prostate. Cropping 80 x 80 x 80 patches is left to
 training and to the sliding window.
@@ -24,11 +25,15 @@ from dltta.data.formats.images import Geometry, read_image, read_mask
 from dltta.errors import DataError
 
 SITES = {"A": "RUNMC", "B": "BMC", "C": "I2CVB", "D": "UCL", "E": "BIDMC", "F": "HK"}
-OTHER_NAMES = {"RUNMC": ("ISBI",), "BMC": ("ISBI_1.5",), "I2CVB": ("HCRUDB",)}  # of the folders, in other copies
+VOLUMES = {"RUNMC": 30, "BMC": 30, "I2CVB": 19, "UCL": 13, "BIDMC": 12, "HK": 12}  # in the paper
+# of the folders, in other copies
+OTHER_NAMES = {"RUNMC": ("ISBI", "RADBOUD"), "BMC": ("ISBI_1.5",), "I2CVB": ("HCRUDB",)}
 PLANE = (384, 384)
 
 _VOLUME = re.compile(r"(case\d+)\.nii(?:\.gz)?", re.IGNORECASE)
 _LABEL = re.compile(r"(case\d+)_segmentation\.nii(?:\.gz)?", re.IGNORECASE)
+_NNUNET_VOLUME = re.compile(r"(.+)_0000\.nii(?:\.gz)?", re.IGNORECASE)
+_NNUNET_LABEL = re.compile(r"(.+)\.nii(?:\.gz)?", re.IGNORECASE)
 
 
 class Prostate:
@@ -42,14 +47,17 @@ class Prostate:
         self.folder = find_site(Path(folder), self.site)
         volumes, labels = list_volumes(self.folder)
         if not volumes:
-            raise DataError(f"{self.folder}: no CaseNN.nii.gz; unpack the site's volumes there (docs/data.md)")
+            raise DataError(
+                f"{self.folder}: no CaseNN.nii.gz and no imagesTr/NAME_0000.nii.gz; unpack the site's volumes there "
+                "(docs/data.md)"
+            )
         unlabeled = sorted(volumes.keys() - labels.keys())
         if unlabeled:
             raise DataError(
-                f"{volumes[unlabeled[0]]}: {unlabeled[0]}_segmentation.nii.gz missing; unpack the site again"
+                f"{volumes[unlabeled[0]]}: {label_name(volumes[unlabeled[0]])} missing; unpack the site again"
             )
         self.files = tuple((volumes[name], labels[name]) for name in sorted(volumes))
-        self.names = self.groups = tuple(volume.name.split(".")[0] for volume, _ in self.files)
+        self.names = self.groups = tuple(_case_name(volume) for volume, _ in self.files)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -88,20 +96,44 @@ def site_name(site: str) -> str:
 
 def find_site(folder: Path, name: str) -> Path:
     """The folder of one site."""
-    names = {name, *OTHER_NAMES.get(name, ())}
-    children = sorted(folder.iterdir()) if folder.is_dir() else []
-    found = [child for child in children if child.is_dir() and child.name.upper() in names]
+    found = _site_folders(folder, name)
     if not found:
         raise DataError(f"{folder}: no folder {name}; unpack the data set there, one folder per site (docs/data.md)")
     return found[0]
 
 
+def sites_in(folder: Path) -> tuple[str, ...]:
+    """The names of the paper's sites that have a folder there, in the paper's order."""
+    return tuple(name for name in SITES.values() if _site_folders(folder, name))
+
+
+def _site_folders(folder: Path, name: str) -> list[Path]:
+    names = {name, *OTHER_NAMES.get(name, ())}
+    children = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [child for child in children if child.is_dir() and child.name.upper() in names]
+
+
 def list_volumes(folder: Path) -> tuple[dict[str, Path], dict[str, Path]]:
     """The volumes and the segmentations of a site, each by case name in lower case."""
-    files = sorted(file for file in folder.iterdir() if file.is_file())
-    volumes = {match[1].lower(): file for file in files if (match := _VOLUME.fullmatch(file.name))}
-    labels = {match[1].lower(): file for file in files if (match := _LABEL.fullmatch(file.name))}
-    return volumes, labels
+    if (folder / "imagesTr").is_dir():
+        return _matching(folder / "imagesTr", _NNUNET_VOLUME), _matching(folder / "labelsTr", _NNUNET_LABEL)
+    return _matching(folder, _VOLUME), _matching(folder, _LABEL)
+
+
+def _matching(folder: Path, pattern: re.Pattern[str]) -> dict[str, Path]:
+    files = sorted(file for file in folder.iterdir() if file.is_file()) if folder.is_dir() else []
+    return {match[1].lower(): file for file in files if (match := pattern.fullmatch(file.name))}
+
+
+def _case_name(volume: Path) -> str:
+    match = _NNUNET_VOLUME.fullmatch(volume.name)
+    return match[1] if match else volume.name.split(".")[0]
+
+
+def label_name(volume: Path) -> str:
+    """What the segmentation of a volume is called."""
+    name = _case_name(volume)
+    return f"labelsTr/{name}.nii.gz" if volume.parent.name == "imagesTr" else f"{name.lower()}_segmentation.nii.gz"
 
 
 def axial_axis(geometry: Geometry) -> int:

@@ -2,5 +2,6 @@
 
 from dltta.data.shifts.draw import HARMFUL, SOURCE_SITE, draw_sites
 from dltta.data.shifts.site import SimulatedSite
+from dltta.data.shifts.stream import SimulatedStream
 
-__all__ = ["HARMFUL", "SOURCE_SITE", "SimulatedSite", "draw_sites"]
+__all__ = ["HARMFUL", "SOURCE_SITE", "SimulatedSite", "SimulatedStream", "draw_sites"]

@@ -18,7 +18,7 @@ class Blur:
 
     @classmethod
     def draw(cls, rng: np.random.Generator, level: float) -> "Blur":
-        return cls(2.2 * level)
+        return cls(1.8 * level)
 
     def scaled(self, factor: float) -> "Blur":
         return Blur(self.sigma * factor)

@@ -24,7 +24,7 @@ class Ghosting:
 
     @classmethod
     def draw(cls, rng: np.random.Generator, level: float) -> "Ghosting":
-        return cls(0.4 * level, int(rng.integers(1, 4)), int(rng.integers(6)))
+        return cls(0.3 * level, int(rng.integers(1, 4)), int(rng.integers(6)))
 
     def scaled(self, factor: float) -> "Ghosting":
         return Ghosting(self.amount * factor, self.copies, self.turn)
@@ -54,7 +54,7 @@ class Spikes:
 
     @classmethod
     def draw(cls, rng: np.random.Generator, level: float) -> "Spikes":
-        return cls(0.3 * level)
+        return cls(0.2 * level)
 
     def scaled(self, factor: float) -> "Spikes":
         return Spikes(self.amount * factor)

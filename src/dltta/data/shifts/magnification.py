@@ -13,7 +13,7 @@ from dltta.data.shifts.change import direction
 
 @dataclass(frozen=True)
 class Magnification:
-    """Objects `factor` times as large around the middle of the image; what lies outside continues the border."""
+    """Objects `factor` times as large around the middle of the image; what lies outside is mirrored at the border."""
 
     name: ClassVar[str] = "magnification"
     factor: float
@@ -37,7 +37,7 @@ class Magnification:
         dims = image.ndim - 1
         inverse = torch.eye(dims, dims + 1, dtype=image.dtype, device=image.device) / self.factor
         grid = F.affine_grid(inverse[None], [1, len(image), *image.shape[1:]], align_corners=False)
-        return F.grid_sample(image[None], grid, mode=mode, padding_mode="border", align_corners=False)[0]
+        return F.grid_sample(image[None], grid, mode=mode, padding_mode="reflection", align_corners=False)[0]
 
     def __str__(self) -> str:
         return f"magnification {self.factor:.2g}"

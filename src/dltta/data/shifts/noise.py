@@ -20,7 +20,7 @@ class GaussianNoise:
 
     @classmethod
     def draw(cls, rng: np.random.Generator, level: float) -> "GaussianNoise":
-        return cls(0.2 * level)
+        return cls(0.12 * level)
 
     def scaled(self, factor: float) -> "GaussianNoise":
         return GaussianNoise(self.sd * factor)
@@ -41,7 +41,7 @@ class RicianNoise:
 
     @classmethod
     def draw(cls, rng: np.random.Generator, level: float) -> "RicianNoise":
-        return cls(0.2 * level)
+        return cls(0.15 * level)
 
     def scaled(self, factor: float) -> "RicianNoise":
         return RicianNoise(self.sd * factor)

@@ -17,7 +17,7 @@ class Resolution:
 
     @classmethod
     def draw(cls, rng: np.random.Generator, level: float) -> "Resolution":
-        return cls(1 + 3 * level)
+        return cls(1 + 2 * level)
 
     def scaled(self, factor: float) -> "Resolution":
         return Resolution(1 + (self.factor - 1) * factor)
@@ -39,7 +39,7 @@ class Anisotropy:
 
     @classmethod
     def draw(cls, rng: np.random.Generator, level: float) -> "Anisotropy":
-        return cls(1 + 4 * level, int(rng.integers(6)))
+        return cls(1 + 3 * level, int(rng.integers(6)))
 
     def scaled(self, factor: float) -> "Anisotropy":
         return Anisotropy(1 + (self.factor - 1) * factor, self.turn)

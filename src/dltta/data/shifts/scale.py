@@ -29,6 +29,5 @@ def in_unit(image: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     """`change` applied to the image with each channel's extremes at 0 and 1; constant channels stay."""
     low, high = extremes(image)
     width = high - low
-    flat = width <= 0
-    unit = (image - low) / torch.where(flat, torch.ones_like(width), width)
-    return torch.where(flat, image, low + change(unit) * width)
+    unit = (image - low) / torch.where(width > 0, width, torch.ones_like(width))
+    return low + change(unit) * width

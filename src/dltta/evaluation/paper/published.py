@@ -299,10 +299,10 @@ def _count_notes(results: Mapping[str, Results], places: Mapping[str, Place]) ->
     """How many images each number of ours is from."""
     wanted = {target: place.run for place in places.values() if not place.by_method for target in place.targets}
     counts = {
-        target: max((len(s.cases) for s in results[run].streams if s.target == target), default=0)
+        target: max((len(s.scored) for s in results[run].streams if s.target == target), default=0)
         for target, run in wanted.items()
     }
-    listed = ", ".join(f"{target} {count}" for target, count in counts.items())
+    listed = ", ".join(f"{target} {count}" for target, count in counts.items() if count)
     return [f"Ours, images of each target: {listed}."]
 
 

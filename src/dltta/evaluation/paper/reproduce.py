@@ -24,7 +24,7 @@ from dltta.core.objectives import Objective, Tent
 from dltta.data.case import Task
 from dltta.data.check import check_published
 from dltta.data.datasets.oct import LAYERS, SPECTRALIS_SPLIT
-from dltta.data.datasets.prostate import SITES
+from dltta.data.datasets.prostate import SITES, VOLUMES, Prostate, sites_in
 from dltta.errors import DataError, NonFiniteError, SettingError, require
 from dltta.evaluation.demo import NOTES, demo_experiment
 from dltta.evaluation.examples import Array, Example
@@ -178,10 +178,31 @@ PAPER_SIZES: dict[Bed, dict[str, str]] = {
 def about(bed: Bed, setup: Setup) -> str:
     """What a reader must know before the first number: on synthetic scanners, what is smaller than in the paper."""
     if setup.data is not None:
-        return ON_PUBLISHED_DATA
+        single = bed == "prostate" and _single_sites(_folder_of(bed, setup.data))
+        return single or ON_PUBLISHED_DATA
     ours, papers = _phantom_sizes(bed, base_experiment(bed, setup)), PAPER_SIZES[bed]
     listed = ", ".join(f"{what} {ours[what]} ({papers[what]})" for what in papers if ours[what] != papers[what])
     return f"{ON_PHANTOMS} Ours (the paper's): {listed}."
+
+
+def _single_sites(folder: Path) -> str:
+    """Which columns of the prostate table single sites fill, with how many volumes; nothing when all are there."""
+    found = sites_in(folder)
+    if len(found) in (0, len(SITES)):
+        return ""
+    listed = {letter: f"{letter} {site}" for letter, site in SITES.items()}
+    counts = [
+        f"{listed[letter]} {len(Prostate(folder, site))} ({VOLUMES[site]})"
+        for letter, site in SITES.items()
+        if site in found
+    ]
+    filled = ", ".join(listed[letter] for letter, site in SITES.items() if site in found and letter != "A")
+    empty = ", ".join(listed[letter] for letter, site in SITES.items() if site not in found)
+    return (
+        f"Ours: single sites of the paper's, read from disk; whether these are its patients is not known. "
+        f"Columns filled: {filled or 'none'}; not at hand: {empty}, so there is no average. "
+        f"Volumes, ours (the paper's): {', '.join(counts)}."
+    )
 
 
 def _phantom_sizes(bed: Bed, base: Experiment) -> dict[str, str]:
@@ -280,10 +301,15 @@ def _on_published_data(bed: Bed, folder: Path, setup: Setup) -> Experiment:
         case "prostate":
             return Experiment(
                 source=(f"prostate:A@{folder}",),
-                targets=tuple(f"prostate:{site}@{folder}" for site in PROSTATE_TARGETS),
+                targets=tuple(f"prostate:{site}@{folder}" for site in _prostate_targets(folder)),
                 output=str(setup.root),
                 training=replace(common, batch_size=4, patch=(80, 80, 80)),
             )
+
+
+def _prostate_targets(folder: Path) -> tuple[str, ...]:
+    """The paper's targets that are there; all of them when none is, so that what is missing is told."""
+    return tuple(site for site in sites_in(folder) if site in PROSTATE_TARGETS) or PROSTATE_TARGETS
 
 
 def _folder_of(bed: Bed, data: Path) -> Path:
