@@ -194,6 +194,9 @@ def test_worth_is_the_mean_less_what_is_lost_against_the_better_baseline():
     }
     given = {"a": np.array([0.7]), "b": np.array([0.95])}
     assert worth_of(given, plain) == pytest.approx(0.825 - 0.05 - 0.25 * 0.1)
+    at_home = {"source": plain["a"], "b": plain["b"]}
+    given = {"source": given["a"], "b": given["b"]}
+    assert worth_of(given, at_home) == pytest.approx(0.825 - 0.05 - 0.25 * 0.1 - 0.5 * 0.1)
 
 
 def test_signals_that_tell_the_better_candidate_lead_to_it_at_every_site():

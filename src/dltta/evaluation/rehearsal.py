@@ -138,7 +138,8 @@ def rehearse(
 ) -> dict[str, Any]:
     """What `ChoosingAdapter` needs to know about a model, as JSON, from labeled cases as the network takes them.
 
-    `sliced` says that they are slices of volumes, which are scored whole. `parts` is a folder where finished streams are kept, so that an interrupted rehearsal continues.
+    `sliced` says that they are slices of volumes, which are scored whole. `parts` is a folder where finished streams are
+    kept, so that an interrupted rehearsal continues.
     """
     if not cases:
         raise DataError("there is no labeled case to rehearse with")
@@ -431,11 +432,15 @@ def _judged(
 
 
 def worth_of(given: Mapping[str, Table], records: Mapping[str, Recorded]) -> float:
-    """The mean score over sites, less the mean and a quarter of the greatest loss against the better baseline."""
+    """The mean score over sites, less what is lost against the better of source model and batch statistics.
+
+    That is the mean loss, a quarter of the greatest one, and half of that at the source site, where nobody needs to lose.
+    """
     scores = np.array([table.mean() for table in given.values()])
     baselines = np.array([max(records[site].source.mean(), records[site].batch.mean()) for site in given])
     losses = np.maximum(baselines - scores, 0)
-    return float(scores.mean() - losses.mean() - 0.25 * losses.max())
+    home = losses[list(given).index("source")] if "source" in given else 0.0
+    return float(scores.mean() - losses.mean() - 0.25 * losses.max() - 0.5 * home)
 
 
 def _smoothed(expected: Table, batch_size: int) -> Table:

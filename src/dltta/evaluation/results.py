@@ -251,17 +251,14 @@ def _case_from_json(record: Any, where: str) -> CaseRecord:
         probabilities=_probabilities(record, where),
         decision=_maybe(record, "decision", str, where),
         reason=_maybe(record, "reason", str, where),
-<<<<<<< HEAD
         candidate=_maybe(record, "candidate", str, where),
         quality=_number(record, "quality", where),
         quality_low=_number(record, "quality_low", where),
         quality_high=_number(record, "quality_high", where),
         review=_maybe(record, "review", bool, where),
-=======
         invented=_maybe(record, "invented", int, where),
         group=_maybe(record, "group", str, where),
         volume=_maybe(record, "volume", str, where),
->>>>>>> shifts
     )
 
 
