@@ -25,4 +25,5 @@ def short_rehearsal(monkeypatch):
 
     monkeypatch.setattr(rehearsal, "MOST_SITES", 2)
     monkeypatch.setattr(rehearsal, "FEWEST_SITES", 2)
+    monkeypatch.setattr(rehearsal, "FEWEST_ONE_BY_ONE", 2)
     monkeypatch.setattr(rehearsal, "CASES", {"segmentation": {1: 4}, "classification": {1: 4, 32: 6}})

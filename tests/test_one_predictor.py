@@ -128,7 +128,7 @@ class Sites:
 def sites(tmp_path_factory):
     """Their models rehearse at two simulated sites with a few cases."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("MOST_SITES", "FEWEST_SITES", "FEWEST_CASES"):
+        for name in ("MOST_SITES", "FEWEST_SITES"):
             patch.setattr(rehearsal, name, 2)
         patch.setattr(rehearsal, "CASES", {"segmentation": {1: 3}, "classification": {4: 4}})
         yield Sites(tmp_path_factory.mktemp("sites"))

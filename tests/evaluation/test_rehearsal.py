@@ -123,7 +123,7 @@ def test_framing_keeps_image_and_label_together():
 
 def test_few_cases_come_again_in_other_framings():
     pairs = [blob(seed, 128) for seed in range(3)]
-    assert len(enough(pairs, None)) >= rehearsal.FEWEST_CASES
+    assert len(enough(pairs, None)) == 9
     assert [tuple(image.shape) for image, _ in enough(pairs, (64, 64))] == [(1, 64, 64)] * 24
     assert len(enough([(torch.rand(1, 8, 8), torch.tensor(1))], None)) == 1
 
@@ -136,13 +136,23 @@ def test_operations_by_hand():
 def test_large_images_are_cropped_until_a_rehearsal_is_affordable(monkeypatch):
     model = nn.Conv2d(1, 2, 3, padding=1)
     pairs = [blob(seed, 256) for seed in range(9)]
-    assert affordable(model, pairs, "segmentation")[2][0][0].shape == (1, 256, 256)
+    extent, kept = affordable(model, pairs, "segmentation")
+    assert (extent.counts, extent.sites, kept[0][0].shape) == ({1: 9}, rehearsal.MOST_SITES, (1, 256, 256))
     monkeypatch.setattr(rehearsal, "WORK", 1e8)
     monkeypatch.setattr(rehearsal, "OVERHEAD", 0.0)
-    count, sites, cropped = affordable(model, pairs, "segmentation")
-    assert (count, sites) == (9, rehearsal.FEWEST_SITES)
+    extent, cropped = affordable(model, pairs, "segmentation")
+    assert (extent.counts, extent.sites) == ({1: 9}, rehearsal.FEWEST_SITES)
     assert max(cropped[0][0].shape) < 128
     assert cropped[0][1].any()
+
+
+def test_batches_come_first_where_one_by_one_would_take_too_long(monkeypatch):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
+    pairs = [(torch.rand(1, 8, 8), torch.tensor(i % 2)) for i in range(70)]
+    assert affordable(model, pairs, "classification")[0].counts == {32: 64, 1: 16}
+    monkeypatch.setattr(rehearsal, "OVERHEAD", 2e9)
+    assert affordable(model, pairs, "classification")[0].counts == {32: 64}
+    assert affordable(model, pairs[:5], "classification")[0].counts == {32: 5}
 
 
 class Sided(nn.Module):

@@ -71,15 +71,16 @@ def calibrate(
     if as_json:
         typer.echo(json.dumps({"calibration": str(folder), "rehearsal": found}))
         return
+    cases = max(found["cases"].values())
     if not found["batch_sizes"]:
         typer.echo(
-            f"{folder}: calibrated without labels with {found['cases']} images; dltta adapt knows how far an image is "
+            f"{folder}: calibrated without labels with {cases} images; dltta adapt knows how far an image is "
             "from them, but not what to expect: give labeled images to rehearse"
         )
         return
     for sentence in sentences(found):
         typer.echo(sentence)
-    typer.echo(f"{folder}: rehearsed with {found['cases']} cases at {len(found['sites'])} simulated sites")
+    typer.echo(f"{folder}: rehearsed with {cases} cases at {len(found['sites'])} simulated sites")
 
 
 def _own_folder(model: str, opened: "OpenedModel") -> Path:

@@ -13,7 +13,7 @@ from dltta.data.case import Case, Dataset
 from dltta.data.formats.images import Geometry, Image
 from dltta.data.sites import Slices
 from dltta.errors import DataError
-from dltta.evaluation.rehearsal import FEWEST_CASES, FORMAT, Progress, cut, framed, rehearse
+from dltta.evaluation.rehearsal import FORMAT, Progress, cut, framed, rehearse
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
 from dltta.models.io.opened import OpenedModel
 from dltta.models.io.opening import open_checkpoint
@@ -22,6 +22,7 @@ from dltta.training.calibration import MOST, calibrate
 from dltta.training.examples import Pair, gather, read_pairs, split_by_group
 from dltta.training.settings import TrainingSettings
 
+FEWEST = 8  # cases; fewer come again in other framings
 PARTS = "rehearsal.parts"  # finished streams of an interrupted rehearsal
 
 
@@ -88,7 +89,12 @@ def _calibrate_unlabeled(opened: OpenedModel, site: Dataset, folder: Path) -> di
     calibration = calibrate(opened.model, _alike(images))
     if not calibration.layers:
         raise DataError("without labels only batch normalization can be calibrated, and this network has none")
-    found: dict[str, Any] = {"format": FORMAT, "network": opened.fingerprint, "cases": len(images), "batch_sizes": {}}
+    found: dict[str, Any] = {
+        "format": FORMAT,
+        "network": opened.fingerprint,
+        "cases": {"1": len(images)},
+        "batch_sizes": {},
+    }
     save_rehearsal(folder, found, calibration)
     return found
 
@@ -142,9 +148,9 @@ def enough(pairs: Sequence[Pair], patch: Sequence[int] | None) -> list[Pair]:
     found = list(pairs)
     dense = bool(found[0][1].ndim)
     if patch is not None and dense:
-        each = max(1, -(-3 * FEWEST_CASES // len(found)))
+        each = max(1, -(-3 * FEWEST // len(found)))
         return [cut(pair, patch, [i, k]) for k in range(each) for i, pair in enumerate(pairs)]
-    missing = -(-FEWEST_CASES // len(found)) - 1 if dense else 0  # times that all cases come again
+    missing = -(-FEWEST // len(found)) - 1 if dense else 0  # times that all cases come again
     for k in range(missing):
         found += [framed(pair, "anywhere" if k % 2 else "close", [7 + k, i]) for i, pair in enumerate(pairs)]
     return found

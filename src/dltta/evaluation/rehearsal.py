@@ -38,7 +38,8 @@ FORMAT = 1
 SCORED = 2  # how streams are recorded; another number records them again
 # batch size: cases; right or wrong says less than a Dice, so a classification takes more
 CASES: dict[Task, dict[int, int]] = {"segmentation": {1: 20}, "classification": {1: 16, 32: 64}}
-FEWEST_CASES = 8
+FEWEST_CASES: dict[Task, int] = {"segmentation": 8, "classification": 32}
+FEWEST_ONE_BY_ONE = 8
 MOST_SITES, FEWEST_SITES = 24, 8  # sites are what is generalized over: rather more of them than more cases
 PASSES, FURTHER = 10, 5  # arms with their flips; streams beside the simulated sites
 REFUSED = ("noise", "negative", "other modality")  # harmful sites that are rehearsed
@@ -138,14 +139,14 @@ def rehearse(
 ) -> dict[str, Any]:
     """What `ChoosingAdapter` needs to know about a model, as JSON, from labeled cases as the network takes them.
 
-    `sliced` says that they are slices of volumes, which are scored whole. `parts` is a folder where finished streams are
-    kept, so that an interrupted rehearsal continues.
+    `sliced` says that they are slices of volumes, which are scored whole. `parts` is a folder where finished streams
+    are kept, so that an interrupted rehearsal continues.
     """
     if not cases:
         raise DataError("there is no labeled case to rehearse with")
     setup = Setup.of(opened, cases, seed, SLICE_SMOOTHING if sliced else SMOOTHING)
     streams = setup.streams()
-    rows: dict[int, dict[str, Recorded]] = {size: {} for size in setup.batch_sizes}
+    rows: dict[int, dict[str, Recorded]] = {size: {} for size in setup.extent.counts}
     total = len(streams) * len(rows)
     for done, (size, stream) in enumerate(product(rows, streams)):
         if progress is not None:
@@ -157,12 +158,20 @@ def rehearse(
     return {
         "format": FORMAT,
         "network": opened.fingerprint,
-        "cases": len(setup.cases),
+        "cases": {str(size): count for size, count in setup.extent.counts.items()},
         "sites": [{"name": stream.name, "changes": [site.describe() for site in stream.sites]} for stream in streams],
         "usual": setup.usual.as_json(),
         "values": {"mean": setup.values.mean, "spread": setup.values.spread},
         "batch_sizes": found,
     }
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is rehearsed: cases for each batch size, and simulated sites."""
+
+    counts: Mapping[int, int]
+    sites: int
 
 
 @dataclass(frozen=True)
@@ -175,8 +184,7 @@ class Setup:
     usual: Usual
     values: SourceValues
     flip: int | None
-    sites: int
-    batch_sizes: tuple[int, ...]
+    extent: Extent
     seed: int
     smoothing: float
 
@@ -184,18 +192,15 @@ class Setup:
     def of(cls, opened: OpenedModel, cases: Sequence[Pair], seed: int, smoothing: float = SMOOTHING) -> "Setup":
         model = opened.model.eval()
         chosen = _spread(cases, max(CASES[opened.task].values()))
-        count, sites, chosen = affordable(model, chosen, opened.task)
-        chosen = _spread(chosen, count)
+        extent, chosen = affordable(model, chosen, opened.task)
+        chosen = _spread(chosen, max(extent.counts.values()))
         images = [image for image, _ in chosen]
         calibration = opened.calibration or calibrate(model, images)
         with torch.no_grad():
             predictions = [_predict(model, image) for image in images]
         flip = best_flip(model, chosen, predictions, smoothing)
-        sizes = tuple(dict.fromkeys(min(size, len(chosen)) for size in CASES[opened.task]))
-        return cls(
-            opened, chosen, calibration, Usual.of(predictions), SourceValues.of(images), flip, sites, sizes, seed,
-            smoothing,
-        )  # fmt: skip
+        usual, values = Usual.of(predictions), SourceValues.of(images)
+        return cls(opened, chosen, calibration, usual, values, flip, extent, seed, smoothing)
 
     @property
     def yardstick(self) -> Yardstick:
@@ -214,7 +219,7 @@ class Setup:
     def streams(self) -> list[Stream]:
         """The source itself, simulated sites, one that changes half-way, and harmful ones."""
         channels, *spatial = self.cases[0][0].shape
-        drawn = draw_sites(self.sites, seed=self.seed, spatial_dims=len(spatial), channels=channels)
+        drawn = draw_sites(self.extent.sites, seed=self.seed, spatial_dims=len(spatial), channels=channels)
         changing = Stream("half-way", (SOURCE_SITE, max(drawn, key=lambda site: site.severity)))
         refused = [Stream(site.name, (site,), harmful=True) for site in HARMFUL if site.name in REFUSED]
         sites = [Stream(site.name, (site,), framing=FRAMINGS[i % len(FRAMINGS)]) for i, site in enumerate(drawn)]
@@ -251,8 +256,8 @@ class Setup:
         rows: dict[str, list[tuple[Table, Table]]] = {_name(plan): [] for plan in plans}
         plain: dict[str, list[Table]] = {SOURCE: [], BATCH: []}
         device = next(self.opened.model.parameters()).device
-        most = CASES[self.opened.task].get(batch_size, len(self.cases))
-        for batch in _batches(stream.pairs(_spread(self.cases, most), self.seed), batch_size):
+        cases = _spread(self.cases, self.extent.counts[batch_size])
+        for batch in _batches(stream.pairs(cases, self.seed), batch_size):
             x = torch.stack([image for image, _ in batch]).to(device)
             labels = [label for _, label in batch]
             views = look(arms, self.arms, self.flip, x, self.yardstick)
@@ -282,23 +287,29 @@ class Setup:
         return found
 
 
-def affordable(model: nn.Module, cases: Sequence[Pair], task: Task) -> tuple[int, int, list[Pair]]:
-    """How many cases and sites a rehearsal takes, and the cases, cropped where even the fewest would take too long."""
-    pairs = list(cases)
-    while True:
-        each, called = operations(model, pairs[0][0])
+def affordable(model: nn.Module, cases: Sequence[Pair], task: Task) -> tuple[Extent, list[Pair]]:
+    """What a rehearsal takes, and its cases, cropped where even the fewest would take too long.
 
-        def work(count: int, sites: int, each: float = each, called: float = called) -> float:
-            images = {size: min(count, most) * (each + called / size) for size, most in CASES[task].items()}
-            return sum(images.values()) * PASSES * (sites + FURTHER)
-
-        small = task == "classification" or max(pairs[0][0].shape[1:]) < 4 * CROP
-        if small or work(FEWEST_CASES, FEWEST_SITES) <= WORK:
+    It follows from the network and the images alone. Rehearsal one by one is left out of a classification where it
+    would take too long: batches are what is usual there.
+    """
+    pairs, (main, most), fewest = list(cases), list(CASES[task].items())[-1], FEWEST_CASES[task]
+    each, called = operations(model, pairs[0][0])
+    while task == "segmentation" and max(pairs[0][0].shape[1:]) >= 4 * CROP:
+        if (each + called) * fewest * PASSES * (FEWEST_SITES + FURTHER) <= WORK:
             break
         pairs = [_halved(pair) for pair in pairs]
-    sites = MOST_SITES if work(FEWEST_CASES, MOST_SITES) <= WORK else FEWEST_SITES
-    counts = [count for count in range(min(FEWEST_CASES, len(pairs)), len(pairs) + 1) if work(count, sites) <= WORK]
-    return max(counts, default=min(FEWEST_CASES, len(pairs))), sites, pairs
+        each, called = operations(model, pairs[0][0])
+
+    def possible(size: int, sites: int) -> int:
+        return int(WORK / ((each + called / size) * PASSES * (sites + FURTHER)))
+
+    sites = MOST_SITES if possible(main, MOST_SITES) >= fewest else FEWEST_SITES
+    counts = {main: min(max(possible(main, sites), fewest), most, len(pairs))}
+    for size in list(CASES[task])[:-1]:
+        if (count := min(possible(size, sites), CASES[task][size], len(pairs))) >= min(FEWEST_ONE_BY_ONE, len(pairs)):
+            counts[size] = count
+    return Extent(counts, sites), pairs
 
 
 def operations(model: nn.Module, image: Tensor) -> tuple[float, float]:
@@ -434,7 +445,7 @@ def _judged(
 def worth_of(given: Mapping[str, Table], records: Mapping[str, Recorded]) -> float:
     """The mean score over sites, less what is lost against the better of source model and batch statistics.
 
-    That is the mean loss, a quarter of the greatest one, and half of that at the source site, where nobody needs to lose.
+    That is the mean loss, a quarter of the greatest one, and half of that at the source site, where none is needed.
     """
     scores = np.array([table.mean() for table in given.values()])
     baselines = np.array([max(records[site].source.mean(), records[site].batch.mean()) for site in given])

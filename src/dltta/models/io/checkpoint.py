@@ -28,7 +28,7 @@ from dltta.data.preprocessing import Preprocessing
 from dltta.errors import SettingError, StateError
 from dltta.files import write_atomically
 from dltta.models.calibration import Calibration
-from dltta.models.io.rehearsal import load_rehearsal
+from dltta.models.io.rehearsal import load_layers, load_rehearsal
 from dltta.models.nets.architecture import Architecture
 from dltta.models.parts.autoencoders import AutoEncoders, Levels
 from dltta.models.parts.rotation import RotationHead
@@ -152,6 +152,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
 def load_checkpoint(folder: Path) -> Checkpoint:
     """Read a checkpoint folder; a missing, altered or foreign file is one clear `StateError`."""
     description = _read_description(folder)
+    rehearsal = load_rehearsal(folder)
     try:
         architecture = Architecture(**description["architecture"])
         model = architecture.build(seed=0)
@@ -165,10 +166,10 @@ def load_checkpoint(folder: Path) -> Checkpoint:
             record=description["record"],
             rotation=_load_rotation(folder, description),
             reconstructions=_load_reconstructions(folder, description),
-            calibration=_load_calibration(folder, description),
+            calibration=_load_calibration(folder, description) or load_layers(folder, rehearsal or {}),
             pairs=_load_pairs(folder, description),
             joint=_load_joint(folder, description),
-            rehearsal=load_rehearsal(folder),
+            rehearsal=rehearsal if rehearsal and rehearsal["batch_sizes"] else None,
         )
     except (KeyError, TypeError) as error:
         raise StateError(f"{folder / 'model.json'} is malformed: {error}; train the model again") from error
