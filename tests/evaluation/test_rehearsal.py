@@ -10,7 +10,7 @@ from torch import nn
 
 from dltta.config import make_adapter
 from dltta.data.preprocessing import Preprocessing
-from dltta.data.shifts import SOURCE_SITE
+from dltta.data.shifts import SOURCE_SITE, draw_sites
 from dltta.data.shifts.contrast import Contrast
 from dltta.data.shifts.site import SimulatedSite
 from dltta.errors import StateError
@@ -27,6 +27,7 @@ from dltta.evaluation.rehearsal import (
     rehearse,
     scores_of,
     sizes_of,
+    strong_and_mild,
     tuned,
     worth_of,
 )
@@ -35,8 +36,11 @@ from dltta.models.io.opening import open_checkpoint, open_model
 from dltta.models.io.rehearsal import save_rehearsal
 from dltta.models.nets.architecture import Architecture
 from dltta.quality.candidates import Plan
+from dltta.quality.choosing import Rehearsed
 from dltta.quality.measures import SIGNALS
 from dltta.recipes import recommended
+from networks import Segmenter, trained
+from streams import classifier, segmenter
 
 
 def scored(predictions, labels):
@@ -104,6 +108,16 @@ def test_a_stream_goes_through_its_sites_one_after_the_other():
     assert kept == [True, True, False, False]
     again = Stream("half-way", (SOURCE_SITE, brighter)).pairs(cases, 0)
     assert all(torch.equal(one[0], two[0]) for one, two in zip(pairs, again, strict=True))
+
+
+def test_two_of_five_sites_have_the_changes_of_another_on_top():
+    drawn = draw_sites(5, seed=1)
+    found = strong_and_mild(drawn)
+    assert [len(site.changes) > len(old.changes) for site, old in zip(found, drawn, strict=True)] == [
+        False, True, False, True, False,
+    ]  # fmt: skip
+    assert found[1].changes == drawn[1].changes + drawn[2].changes
+    assert found[3].severity == drawn[3].severity + drawn[4].severity
 
 
 def test_framing_keeps_image_and_label_together():
@@ -304,3 +318,33 @@ def test_a_model_folder_keeps_its_rehearsal_and_refuses_that_of_another_network(
     (tmp_path / "rehearsal.json").write_text("{")
     with pytest.raises(StateError, match="is not JSON"):
         load_checkpoint(tmp_path)
+
+
+@pytest.mark.usefixtures("short_rehearsal")
+@pytest.mark.parametrize(("axes", "kind"), [(2, "instance"), (3, "batch"), (3, "group")])
+def test_volumes_and_networks_without_stored_statistics_rehearse_too(axes, kind):
+    shape = (8, 12, 10)[:axes]
+    rng = torch.Generator().manual_seed(0)
+    cases = [(torch.rand(1, *shape, generator=rng), torch.randint(0, 3, shape, generator=rng)) for _ in range(3)]
+    opened = segmenter(model=trained(Segmenter(axes=axes, kind=kind)), spatial_dims=axes)
+    found = json.loads(json.dumps(rehearse(opened, cases)))
+    arms = found["batch_sizes"]["1"]["default"]["plan"]["arms"]
+    assert arms[:2] == (["source", "batch"] if kind == "batch" else ["source", "matched"])
+    adapter = make_adapter(replace(opened, rehearsal=found, calibration=None), recommended())
+    step = adapter.step(cases[0][0][None])
+    assert step.logits.shape == (1, 3, *shape)
+    assert step.decision.expected is not None
+
+
+@pytest.mark.usefixtures("short_rehearsal")
+def test_a_classification_is_rehearsed_in_batches_and_runs_with_the_nearest():
+    rng = torch.Generator().manual_seed(0)
+    cases = [(torch.rand(1, 8, 12, generator=rng), torch.tensor(i % 3)) for i in range(6)]
+    opened = classifier()
+    found = json.loads(json.dumps(rehearse(opened, cases)))
+    assert set(found["batch_sizes"]) == {"1", "32"}
+    opened = replace(opened, rehearsal=found)
+    for size, nearest in ((200, "32"), (8, "32"), (2, "1")):
+        adapter = make_adapter(opened, replace(recommended(), batch_size=size))
+        assert adapter.rehearsed.as_json() == Rehearsed.from_json(found["batch_sizes"][nearest]["default"]).as_json()
+        assert adapter.step(torch.stack([image for image, _ in cases])).logits.shape == (6, 3)

@@ -219,7 +219,9 @@ class Setup:
     def streams(self) -> list[Stream]:
         """The source itself, simulated sites, one that changes half-way, and harmful ones."""
         channels, *spatial = self.cases[0][0].shape
-        drawn = draw_sites(self.extent.sites, seed=self.seed, spatial_dims=len(spatial), channels=channels)
+        drawn = strong_and_mild(
+            draw_sites(self.extent.sites, seed=self.seed, spatial_dims=len(spatial), channels=channels)
+        )
         changing = Stream("half-way", (SOURCE_SITE, max(drawn, key=lambda site: site.severity)))
         refused = [Stream(site.name, (site,), harmful=True) for site in HARMFUL if site.name in REFUSED]
         sites = [Stream(site.name, (site,), framing=FRAMINGS[i % len(FRAMINGS)]) for i, site in enumerate(drawn)]
@@ -285,6 +287,19 @@ class Setup:
             found[effort] = {**best.rehearsed.as_json(), "scores": best.table(records, harmful), "worth": best.worth}
             found[effort]["tried"] = [{"plan": each.rehearsed.plan.as_json(), "worth": each.worth} for each in tried]
         return found
+
+
+def strong_and_mild(drawn: Sequence[SimulatedSite]) -> list[SimulatedSite]:
+    """Sites as drawn, but two of five with the changes of the next one on top: real sites differ in more than one way."""
+    return [
+        replace(
+            site, changes=site.changes + drawn[(i + 1) % len(drawn)].changes,
+            severity=site.severity + drawn[(i + 1) % len(drawn)].severity,
+        )
+        if i % 5 in (1, 3)
+        else site
+        for i, site in enumerate(drawn)
+    ]  # fmt: skip
 
 
 def affordable(model: nn.Module, cases: Sequence[Pair], task: Task) -> tuple[Extent, list[Pair]]:
