@@ -9,7 +9,7 @@ import hashlib
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -290,7 +290,7 @@ class Setup:
 
 
 def strong_and_mild(drawn: Sequence[SimulatedSite]) -> list[SimulatedSite]:
-    """Sites as drawn, but two of five with the changes of the next one on top: real sites differ in more than one way."""
+    """Sites as drawn, two of five with the changes of the next one on top: real sites differ in many ways at once."""
     return [
         replace(
             site, changes=site.changes + drawn[(i + 1) % len(drawn)].changes,
