@@ -405,7 +405,7 @@ class TestErrors:
         done, out, err = dltta(*given)
         notice, bar, sentence = err.splitlines()
         assert (done, out) == (2, "")
-        assert notice.startswith("warning: no calibration: ")
+        assert notice.startswith("warning: the model was not rehearsed with: ")
         assert bar.startswith("adapt ")
         assert sentence.startswith("error: ")
         assert words in sentence
@@ -534,7 +534,8 @@ class TestState:
     def output(self, dltta, checkpoint, folders):
         images, output = folders
         write_images(images, 3, size=(20, 24))
-        assert dltta("adapt", "-m", checkpoint, "-i", images, "-o", output)[0] == 0
+        given = ("adapt", "-m", checkpoint, "-i", images, "-o", output, "--method", "tent", "--guard")
+        assert dltta(*given)[0] == 0
         return output
 
     def test_list_and_show(self, dltta, output):

@@ -12,7 +12,7 @@ from dltta.errors import DataError, SettingError
 from dltta.evaluation.experiment import Experiment, run_experiment
 from dltta.evaluation.results import Results
 from dltta.models.io.checkpoint import load_checkpoint, save_checkpoint
-from dltta.recipes import Recipe
+from dltta.recipes import Recipe, paper, recipe_for
 from dltta.training import TrainingSettings
 
 
@@ -169,14 +169,20 @@ def test_sites_below_a_root_are_named_without_it(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("short_rehearsal")
 def test_matched_runs_at_the_mean_rate_of_the_dynamic_stream(finished, tmp_path):
     folder, _ = finished
-    rates = ("matched", "dynamic", "fixed:1e-2")
+    rates = ("matched", "shuffled", "dynamic", "fixed:1e-2", "adam:1e-3")
     results = run_experiment(small(tmp_path, work=str(folder), methods=("ptbn", "tent", "recommended"), rates=rates))
     by_rate = {(stream.method, stream.rate): stream for stream in results.streams}
     dynamic = [case.rate for case in by_rate["tent", "dynamic"].cases]
     assert {case.rate for case in by_rate["tent", "matched"].cases} == {fmean(dynamic)}
+    shuffled = [case.rate for case in by_rate["tent", "shuffled"].cases]
+    assert sorted(shuffled) == sorted(dynamic)
+    assert shuffled != dynamic
     assert {case.rate for case in by_rate["tent", "fixed:1e-2"].cases} == {1e-2}
+    assert {case.rate for case in by_rate["tent", "adam:1e-3"].cases} == {1e-3}
+    assert recipe_for("tent", "adam:1e-3") == replace(paper("tent", "fixed"), alpha=1e-3, optimizer="adam", name="own")
     assert [rate for method, rate in by_rate if method == "recommended"] == ["none"]
     assert all(case.decision is not None for case in by_rate["recommended", "none"].cases)
 

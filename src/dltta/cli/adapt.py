@@ -22,7 +22,7 @@ from dltta.cli.options import (
 )
 from dltta.errors import SettingError
 from dltta.methods import PAPER_METHODS, Method, Mode, Optimizer
-from dltta.recipes import RECOMMENDED, Recipe, Statistics, check_name, recipe_for, split_rate
+from dltta.recipes import RECOMMENDED, Effort, Recipe, Statistics, check_name, recipe_for, split_rate
 from dltta.serving.settings import Deployment, OnError, StreamSettings
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Adapting:
         typer.Option(
             "--guard/--no-guard",
             metavar=FLAG,
-            help="Whether updates that would do harm are undone (docs/guard.md). recommended has it on.",
+            help="Whether updates that would do harm are undone (docs/guard.md). Not for recommended.",
             show_default="no guard, as in the paper",
         ),
     ] = None
@@ -98,7 +98,7 @@ class Adapting:
             metavar="NAME",
             help="What batch normalization uses: batch (of the test images), shrinkage (between those and the "
             "source's, by how far they differ), blended (half of each), running (a moving average).",
-            show_default="batch; recommended: shrinkage for a calibrated model",
+            show_default="batch; recommended chooses",
         ),
     ] = None
     batch_size: Annotated[
@@ -121,7 +121,15 @@ class Adapting:
         typer.Option(
             metavar="N",
             help="Average the memory's features to N positions per axis, for images of different sizes.",
-            show_default="no; recommended: 8",
+            show_default="no",
+        ),
+    ] = None
+    effort: Annotated[
+        Effort | None,
+        typer.Option(
+            metavar="HOW",
+            help="recommended: default (up to 6 passes of the network per image) or low (up to 3).",
+            show_default="default",
         ),
     ] = None
     settings: Annotated[
@@ -163,6 +171,7 @@ class Adapting:
             pool=self.pool,
             prefill=self.prefill or None,
             settings=split_settings(self.settings) or None,
+            effort=self.effort,
         )
 
     @property
@@ -290,6 +299,18 @@ def adapt(
     writing: Writing,
     own: OwnModel,
     device: Device = "cpu",
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="What dltta calibrate wrote for a bundle or a model of your own code.",
+            show_default="that of the model folder",
+        ),
+    ] = None,
+    fail_on_review: Annotated[
+        bool,
+        typer.Option("--fail-on-review", metavar=FLAG, help="Exit code 3 if any prediction should be reviewed."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Adapt a model to unlabeled images one after the other, and write a prediction for each.
@@ -310,6 +331,10 @@ def adapt(
     source = own.source(model, patch=split_size(adapting.patch))
     cases = arriving.cases(images, predicted_names(output) if writing.resume and arriving.watch else ())
     opened = source.open()
+    if calibration is not None:
+        from dltta.models.io.opening import with_rehearsal
+
+        opened = with_rehearsal(opened, calibration)
     opened.model.to(require_device(device))
     settings = StreamSettings(
         adapting.recipe(),
@@ -323,6 +348,8 @@ def adapt(
         _warn(stream.notices())
         summary = stream.run(cases, listener.cases(None if arriving.watch else len(cases)))
     _tell(summary, output, as_json, cases.ignored)
+    if fail_on_review and summary.to_review:
+        raise typer.Exit(3)
     if summary.exit_code:
         raise typer.Exit(summary.exit_code)
 

@@ -60,6 +60,16 @@ class Bars(Listener):
 
         return report
 
+    def rehearsal(self, seed: int) -> Callable[[int, int], None]:
+        bars: list[TaskID] = []
+
+        def report(done: int, total: int) -> None:
+            if not bars:
+                bars.append(self._add(f"rehearse{f' (seed {seed})' if seed else ''}", total))
+            self.progress.update(bars[0], completed=done, note="simulated sites")
+
+        return report
+
     def streams(self, total: int) -> Callable[[Job], None]:
         bar = self._add("adapt streams", total)
 

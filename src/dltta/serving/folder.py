@@ -26,7 +26,7 @@ from dltta.files import sync_folder
 from dltta.methods import Method
 from dltta.models.io.opened import OpenedModel
 from dltta.predictor import Loaded, Prediction, Predictor
-from dltta.recipes import NO_RATE, Recipe, paper
+from dltta.recipes import NO_RATE, RECOMMENDED, Recipe, paper
 from dltta.serving.journal import Fields, on_disk
 from dltta.serving.reading import Known, Reader, Unusable
 from dltta.serving.record import SCHEMA, STATE, Record
@@ -37,6 +37,10 @@ from dltta.serving.summary import Summary
 from dltta.serving.written import PredictionWriter
 from dltta.version import __version__
 
+UNREHEARSED = (
+    "the model was not rehearsed with: an entropy-weighted mixture of source, blended and batch statistics predicts "
+    "(as InTEnt does), and no quality can be expected of it; run `dltta calibrate`"
+)
 CaseError: TypeAlias = DataError | InputError | NonFiniteError  # what is wrong with one case and not with the others
 Tick = Callable[[Mapping[str, Any]], None]  # called with the line of every case that is done
 
@@ -105,7 +109,7 @@ class Stream:
         finally:
             if self._keeping is not None:
                 wait([self._keeping])
-        self._summary.conclude(self.index.decisions, self.index.reasons)
+        self._summary.conclude(self.index.decisions, self.index.reasons, self.index.reviews)
         return self._summary
 
     def deploy(self, deployment: Deployment) -> None:
@@ -138,7 +142,9 @@ class Stream:
     def notices(self) -> list[str]:
         """What a user must know before the first image, one sentence each."""
         notices = []
-        if self.recipe.calibration_matters and self.opened.calibration is None:
+        if self.recipe.method == RECOMMENDED:
+            notices += [] if self.opened.rehearsal is not None else [UNREHEARSED]
+        elif self.recipe.calibration_matters and self.opened.calibration is None:
             notices.append(
                 "no calibration: the model does not know what source images look like, so images far out of "
                 "distribution are not recognized; train it with `dltta train`"
@@ -320,6 +326,7 @@ class Stream:
             "task": self.opened.task,
             "classes": self.opened.classes,
             "calibrated": self.opened.calibration is not None,
+            "rehearsed": self.opened.rehearsal is not None,
             "window": None if self.opened.window is None else asdict(self.opened.window),
             "deployment": self.settings.deployment,
             "anonymize": self.settings.anonymize,
@@ -355,4 +362,9 @@ def _line(waiting: Waiting, prediction: Prediction) -> Fields:
         "detail": None if decision is None else decision.detail,
     }
     line |= waiting.case.note
+    if decision is not None and decision.candidate is not None:
+        line["candidate"] = decision.candidate
+    if decision is not None and (expected := decision.expected) is not None:
+        line |= {"quality": expected.score, "quality_low": expected.low, "quality_high": expected.high}
+        line["review"] = expected.review
     return line if prediction.change is None else {**line, "change": prediction.change}

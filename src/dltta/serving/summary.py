@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from dltta.quality.decision import Outcome, Reason
 
 # Reasons that put the prediction itself into doubt. The others say which of two plausible models predicts.
-REVIEW = frozenset(Reason) - {Reason.IN_DISTRIBUTION, Reason.FLIP_CONSISTENCY, Reason.CHANGE}
+REVIEW = frozenset(Reason) - {Reason.IN_DISTRIBUTION, Reason.FLIP_CONSISTENCY, Reason.CHANGE, Reason.QUALITY}
 MOSTLY = 0.5  # a stream with more images than this share far out of distribution ends with a warning
 
 
@@ -25,11 +25,11 @@ class Summary:
     notices: list[str] = field(default_factory=list)  # what was said at the start, one sentence each
     warnings: list[str] = field(default_factory=list)  # what is to be said at the end, one sentence each
 
-    def conclude(self, outcomes: Mapping[str, int], reasons: Mapping[str, int]) -> None:
+    def conclude(self, outcomes: Mapping[str, int], reasons: Mapping[str, int], reviews: int = 0) -> None:
         """Add what the log says about the whole stream."""
         self.decisions = {str(outcome): outcomes.get(outcome, 0) for outcome in Outcome} if outcomes else {}
         self.reasons = dict(Counter(reasons).most_common())
-        self.to_review = sum(reasons.get(reason, 0) for reason in REVIEW)
+        self.to_review = sum(reasons.get(reason, 0) for reason in REVIEW) + reviews
         if self.mostly_out_of_distribution:
             self.warnings.append(
                 f"{self._far} of {sum(self.decisions.values())} images are far out of distribution (ood-score): the "

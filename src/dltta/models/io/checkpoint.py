@@ -6,6 +6,7 @@ MODEL/
   atta.safetensors     auto-encoders, if trained
   memory.safetensors   features and predictions of source images, if kept
   calibration.safetensors   how source images look to its layers, if measured
+  rehearsal.json       what to expect of candidates at other sites, if rehearsed (`rehearsal.py`)
   ttt/                 the network that TTT starts from, if trained: a checkpoint folder with its own calibration and
                        memory, and rotation.safetensors, the head that was trained jointly with it
   ttt++/               the same for TTT++, with contrast.safetensors: projection head and moments of source features
@@ -30,6 +31,7 @@ from dltta.data.preprocessing import Preprocessing
 from dltta.errors import SettingError, StateError
 from dltta.files import write_atomically
 from dltta.models.calibration import Calibration
+from dltta.models.io.rehearsal import load_layers, load_rehearsal
 from dltta.models.nets.architecture import Architecture
 from dltta.models.parts.adaptors import insert_in_front
 from dltta.models.parts.autoencoders import AutoEncoders, Levels
@@ -109,6 +111,7 @@ class Checkpoint:
     contrastive: "Checkpoint | None" = None  # what TTT++ starts from; it has the projection head
     denoiser: Denoiser | None = None
     normalized: "Checkpoint | None" = None  # what DTTA starts from; with a normalizer in front; it has the denoiser
+    rehearsal: Mapping[str, Any] | None = None  # what was learned at simulated sites, see `evaluation.rehearsal`
 
     def modules(self) -> list[nn.Module]:
         """Every network and part that was trained."""
@@ -196,6 +199,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
 def load_checkpoint(folder: Path) -> Checkpoint:
     """Read a checkpoint folder; a missing, altered or foreign file is one clear `StateError`."""
     description = _read_description(folder)
+    rehearsal = load_rehearsal(folder)
     try:
         architecture = Architecture(**description["architecture"])
         model = architecture.build(seed=0)
@@ -211,13 +215,14 @@ def load_checkpoint(folder: Path) -> Checkpoint:
             record=description["record"],
             rotation=_load_rotation(folder, description),
             reconstructions=_load_reconstructions(folder, description),
-            calibration=_load_calibration(folder, description),
+            calibration=_load_calibration(folder, description) or load_layers(folder, rehearsal or {}),
             pairs=_load_pairs(folder, description),
             joint=_load_other(folder / "ttt", description["joint"]),
             contrast=_load_contrast(folder, description),
             contrastive=_load_other(folder / "ttt++", description.get("contrastive")),
             denoiser=_load_denoiser(folder, description),
             normalized=_load_other(folder / "dtta", description.get("normalized")),
+            rehearsal=rehearsal if rehearsal and rehearsal["batch_sizes"] else None,
         )
     except (KeyError, TypeError) as error:
         raise StateError(f"{folder / 'model.json'} is malformed: {error}; train the model again") from error

@@ -1,6 +1,6 @@
 """2 networks. A network that somebody brought: what it takes as input and what its output means."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -149,6 +149,7 @@ class OpenedModel:
     reconstructions: Reconstructions | None = None  # what ATTA needs
     denoiser: Denoiser | None = None  # what DTTA needs beside its network
     calibration: Calibration | None = None  # how source images look to its layers
+    rehearsal: Mapping[str, Any] | None = None  # what was learned at simulated sites
     checkpoint: Checkpoint | None = None  # where it came from, if it is one of ours
     bundle: Path | None = None  # where it came from, if it is a bundle: the folder or zip
     nnunet: "NNUNetFolder | None" = None  # where it came from, if it is nnU-Net's

@@ -26,6 +26,7 @@ from dltta.models.io.opened import (
     require_shape,
 )
 from dltta.models.io.probing import class_names, probe
+from dltta.models.io.rehearsal import load_layers, load_rehearsal, require_same_network
 from dltta.models.io.weights import load_weights
 
 __all__ = ["ModelSource", "OpenedModel", "Prepared", "Window", "open_model"]
@@ -220,9 +221,23 @@ def open_checkpoint(checkpoint: Checkpoint, name: str) -> OpenedModel:
         reconstructions=checkpoint.reconstructions,
         denoiser=checkpoint.denoiser,
         calibration=checkpoint.calibration,
+        rehearsal=checkpoint.rehearsal,
         checkpoint=checkpoint,
     )
-    return replace(opened, fingerprint=_fingerprint(opened, preprocessing, architecture.as_json()))
+    opened = replace(opened, fingerprint=_fingerprint(opened, preprocessing, architecture.as_json()))
+    if opened.rehearsal is not None:
+        require_same_network(opened.rehearsal, opened.fingerprint, name)
+    return opened
+
+
+def with_rehearsal(opened: OpenedModel, folder: Path) -> OpenedModel:
+    """The model with what `dltta calibrate` wrote into a folder."""
+    rehearsal = load_rehearsal(folder)
+    if rehearsal is None:
+        raise SettingError(f"{folder} holds no calibration; `dltta calibrate -o {folder}` writes one")
+    require_same_network(rehearsal, opened.fingerprint, str(folder))
+    known = load_layers(folder, rehearsal) or opened.calibration
+    return replace(opened, rehearsal=rehearsal if rehearsal["batch_sizes"] else None, calibration=known)
 
 
 def _fingerprint(opened: OpenedModel, preprocessing: Preprocessing, network: Any) -> str:
