@@ -42,7 +42,7 @@ def test_the_recommended_recipe_by_hand():
     )  # fmt: skip
     assert recommended().resolved("classification", calibrated=False).batch_size == 200
     assert recommended().deciding() == {
-        "method": "recommended", "batch_size": None, "mode": "continual", "effort": "default",
+        "method": "recommended", "batch_size": None, "mode": None, "effort": "default",
     }  # fmt: skip
 
 
