@@ -4,10 +4,12 @@ A volume goes through a network for 2-D images slice by slice, an image larger t
 window by window, and images to classify go through it in batches. Every part is one step of the stream.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -18,10 +20,13 @@ from dltta.core.step import Step, Update
 from dltta.data.formats.images import Geometry, Image
 from dltta.data.slices import from_slices, slice_axis
 from dltta.errors import InputError, NonFiniteError
+from dltta.fitting import Extent, Fitting
 from dltta.models.io.opened import OpenedModel, Prepared, Window
 from dltta.models.predictions import probabilities
 from dltta.quality.decision import Decision, combine
 from dltta.quality.guarded import GuardedStep, decision_of
+
+PartTick: TypeAlias = Callable[[int, int], None]  # parts of a case that are done, and how many there are
 
 
 class Stepping(Protocol):
@@ -40,6 +45,7 @@ class Windowed:
 
     adapter: Stepping
     window: Window | None = None
+    tick: PartTick = lambda done, total: None
 
     def step(self, x: Tensor, *, case: str | None = None) -> Step:
         """One image x (1, C, *spatial), or several one after the other.
@@ -54,12 +60,15 @@ class Windowed:
         if spatial == self.window.size(spatial):
             return self.adapter.step(x, case=case)
         steps: list[Step] = []
+        total = self.window.count(spatial) * len(x)
 
         def adapt(part: Tensor) -> Tensor:
+            self.tick(len(steps), total)
             steps.append(self.adapter.step(part, case=f"{case or 'image'}, window {len(steps) + 1}"))
             return steps[-1].logits.to(part.device)
 
         blended = self.window.slide(x, adapt)
+        self.tick(total, total)
         return joined(steps, blended)
 
 
@@ -99,6 +108,12 @@ class Loaded:
         """Of the first part, as the network takes it."""
         return tuple(self.parts[0].image.shape)
 
+    @property
+    def extent(self) -> Extent:
+        """How large it is, for what memory it needs."""
+        channels, *spatial = self.shape
+        return Extent(tuple(spatial), len(self.parts), math.prod(self.geometry.shape), channels)
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -108,6 +123,7 @@ class Prediction:
     step: Step
     decision: Decision | None = None  # the guard's about this case; None without one
     change: float | None = None  # shadow: share of positions that the adapted model predicts otherwise
+    window: Window | None = None  # that was chosen because the whole did not fit into memory
 
 
 def load(opened: OpenedModel, image: Image, digest: str) -> Loaded:
@@ -122,19 +138,40 @@ def load(opened: OpenedModel, image: Image, digest: str) -> Loaded:
 class Predictor:
     """Predicts cases with an adapter; with a `shadow` (a source model) the adapter only learns, the shadow predicts."""
 
-    def __init__(self, opened: OpenedModel, adapter: Adapter, shadow: Adapter | None = None) -> None:
-        window = opened.window if opened.task == "segmentation" else None
-        self.opened, self.adapter = opened, adapter
-        self._adapting = Windowed(adapter, window)
-        self._shadow = None if shadow is None else Windowed(shadow, window)
+    def __init__(
+        self,
+        opened: OpenedModel,
+        adapter: Adapter,
+        shadow: Adapter | None = None,
+        fitting: Fitting | None = None,
+        tick: PartTick = lambda done, total: None,
+    ) -> None:
+        self.opened, self.adapter, self._source, self._fitting, self._tick = opened, adapter, shadow, fitting, tick
+        self._window = opened.window if opened.task == "segmentation" else None
+        self._use(self._window)
+
+    def _use(self, window: Window | None, tick: PartTick = lambda done, total: None) -> None:
+        """Cut images into these windows from now on."""
+        self._adapting = Windowed(self.adapter, window, tick)
+        self._shadow = None if self._source is None else Windowed(self._source, window)
 
     def step(self, x: Tensor, *, case: str | None = None) -> Step:
         """Adapt to a batch x (B, C, *spatial) as the network takes it, and predict it."""
         return self._adapting.step(x, case=case)
 
     def segment(self, name: str, loaded: Loaded) -> Prediction:
-        """A whole image, or a volume slice by slice."""
-        predictions = [self._part(name, part) for part in loaded.parts]
+        """A whole image, or a volume slice by slice; in windows of the model, or smaller ones where memory is short."""
+        window = self._window if self._fitting is None else self._fitting.window(loaded.extent)
+        self._use(window, *[self._tick] * (len(loaded.parts) == 1))
+        with enough_memory(name):
+            return replace(self._segment(name, loaded), window=window if window != self._window else None)
+
+    def _segment(self, name: str, loaded: Loaded) -> Prediction:
+        predictions = []
+        for number, part in enumerate(loaded.parts):
+            self._tick(number, len(loaded.parts))
+            predictions.append(self._part(name, part))
+        self._tick(len(predictions), len(predictions))
         if loaded.axis is None:
             return predictions[0]
         volume = from_slices(torch.stack([part.probabilities for part in predictions]), loaded.axis)
@@ -144,6 +181,12 @@ class Predictor:
 
     def classify(self, names: Sequence[str], loaded: Sequence[Loaded]) -> list[Prediction]:
         """Images of one shape, together."""
+        if self._fitting is not None:
+            self._fitting.require(replace(loaded[0].extent, inputs=len(loaded)))
+        with enough_memory(names[0]):
+            return self._classify(names, loaded)
+
+    def _classify(self, names: Sequence[str], loaded: Sequence[Loaded]) -> list[Prediction]:
         x = torch.stack([item.parts[0].image for item in loaded])
         case = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         step, given, adapted = self._ask(x, case)
@@ -184,6 +227,30 @@ class Predictor:
         if self._shadow is None:
             return step, adapted, adapted
         return step, _finite(self._shadow.step(x, case=case), case), adapted
+
+
+@contextmanager
+def enough_memory(case: str) -> Iterator[None]:
+    """Turns what allocators raise when there is no more memory into one sentence about the case."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not _is_of_memory(error):
+            raise
+        raise InputError(
+            f"{case}: not enough memory; give a smaller --max-memory or --patch, or end other programs"
+        ) from error
+    except InputError as error:
+        if error.__cause__ is None or not _is_of_memory(error.__cause__):
+            raise
+        raise InputError(
+            f"{case}: not enough memory; give a smaller --max-memory or --patch, or end other programs"
+        ) from error
+
+
+def _is_of_memory(error: BaseException) -> bool:
+    said = str(error)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in said or "alloc_cpu" in said
 
 
 def _finite(step: Step, case: str) -> Tensor:

@@ -20,6 +20,7 @@ from dltta.cli.options import (
     split_size,
 )
 from dltta.errors import SettingError
+from dltta.machine import parse_bytes
 from dltta.recipes import RECOMMENDED, Method, Mode, Optimizer, Recipe, Statistics, check_name, recipe_for, split_rate
 from dltta.serving.settings import Deployment, OnError, StreamSettings
 
@@ -111,6 +112,14 @@ class Adapting:
             metavar="N",
             help="Average the memory's features to N positions per axis, for images of different sizes.",
             show_default="no; recommended: 8",
+        ),
+    ] = None
+    max_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Predict images in windows, or refuse them, if they would take more memory than this, such as 8GB.",
+            show_default="half of the machine's; resumed: as begun",
         ),
     ] = None
     prefill: Annotated[
@@ -243,6 +252,14 @@ class Writing:
             help="Name predictions and log lines by a hash of the image instead of its file name.",
         ),
     ] = False
+    new_uids: Annotated[
+        bool,
+        typer.Option(
+            "--new-uids",
+            metavar=FLAG,
+            help="With --anonymize: DICOM segmentations get new identifiers, which do not lead back to the images.",
+        ),
+    ] = False
     sign: Annotated[
         Path | None,
         typer.Option(
@@ -297,10 +314,12 @@ def adapt(
         writing.save_probabilities,
         writing.anonymize,
         writing.sign,
+        None if adapting.max_memory is None else parse_bytes(adapting.max_memory),
+        "new" if writing.new_uids else "keep",
     )
     with Stream(opened, output, settings, resume=writing.resume) as stream, bars() as listener:
-        _warn(stream.notices())
-        summary = stream.run(cases, listener.cases(None if arriving.watch else len(cases)))
+        _warn(stream.notices(() if arriving.watch else cases))
+        summary = stream.run(cases, listener.cases(None if arriving.watch else len(cases)), listener.parts())
     _tell(summary, output, as_json, cases.ignored)
     if summary.exit_code:
         raise typer.Exit(summary.exit_code)

@@ -46,6 +46,21 @@ class Bars(Listener):
 
         return tick
 
+    def parts(self) -> Callable[[int, int], None]:
+        """A bar for the slices or windows of the case at work, where it has several; gone when it is done."""
+        bar: list[TaskID] = []
+
+        def tick(done: int, total: int) -> None:
+            if total < 2:
+                return
+            if not bar:
+                bar.append(self._add("  within the case", total))
+            elif done == 0:
+                self.progress.reset(bar[0], total=total)
+            self.progress.update(bar[0], completed=done, total=total, visible=done < total)
+
+        return tick
+
     def training(self, seed: int) -> Report:
         bars: dict[str, TaskID] = {}
 

@@ -25,8 +25,9 @@ from dltta.data.inbox import Incoming
 from dltta.data.prefetch import prefetch
 from dltta.errors import DataError, DlttaError, InputError, NonFiniteError, SettingError
 from dltta.files import sync_folder
+from dltta.fitting import Fitting, default_limit
 from dltta.models.io.opened import OpenedModel
-from dltta.predictor import Loaded, Prediction, Predictor
+from dltta.predictor import Loaded, PartTick, Prediction, Predictor
 from dltta.recipes import NO_RATE, Method, Recipe, paper
 from dltta.serving.journal import Fields, on_disk
 from dltta.serving.reading import Known, Reader, Unusable
@@ -35,7 +36,7 @@ from dltta.serving.settings import Deployment, OnError, StreamSettings
 from dltta.serving.signing import Signer
 from dltta.serving.state import Packed, StateFolder
 from dltta.serving.summary import Summary
-from dltta.serving.written import PredictionWriter
+from dltta.serving.written import PredictionWriter, anonymity
 from dltta.version import __version__
 
 CaseError: TypeAlias = DataError | InputError | NonFiniteError  # what is wrong with one case and not with the others
@@ -65,8 +66,9 @@ class Stream:
         self.batch_size = self.recipe.batch_size or 1
         shadowed = self.settings.deployment == Deployment.SHADOW
         source = Adapter(opened.model, Source(), layout="given") if shadowed else None
-        self.predictor = Predictor(opened, self.adapter, source)
         self.folder = StateFolder(output / STATE)
+        self.fitting = Fitting(opened, lambda: make_adapter(opened, recipe), self._max_memory(resume=resume))
+        self.predictor = Predictor(opened, self.adapter, source, self.fitting, self._part_done)
         self._signer = None if self.settings.sign is None else Signer.from_file(self.settings.sign, output)
         self._resume = resume
         self._ahead = False  # whether the adapter may have seen more than its latest version on disk
@@ -83,8 +85,10 @@ class Stream:
                 self.output, self.folder, self._description(), self.adapter, self._signer, resume=self._resume
             )
             self.naming, self.index = self.record.naming, self.record.index
-            self._read = Reader(self.opened, self.output, self.index)
-            self._writer = PredictionWriter(self.opened, self.output, self.naming, self.settings.save_probabilities)
+            self._read = Reader(self.opened, self.output, self.index, self.fitting)
+            self._writer = PredictionWriter(
+                self.opened, self.output, self.naming, self.settings.save_probabilities, self.settings.uids
+            )
             self._disk = stack.enter_context(ThreadPoolExecutor(1, "disk"))
             self._open = stack.pop_all()
         return self
@@ -92,9 +96,16 @@ class Stream:
     def __exit__(self, *error: object) -> None:
         self._open.close()
 
-    def run(self, cases: Iterable[Incoming], tick: Tick = lambda line: None) -> Summary:
-        """Predict every case that has no prediction yet, in order."""
-        self._summary, self._tick = Summary(notices=self.notices()), tick
+    def run(
+        self,
+        cases: Iterable[Incoming],
+        tick: Tick = lambda line: None,
+        part: PartTick = lambda done, total: None,
+    ) -> Summary:
+        """Predict every case that has no prediction yet, in order; `part` hears of slices and windows within a case."""
+        waiting = cases if isinstance(cases, Sequence) else ()
+        self._summary, self._tick, self._part = Summary(notices=self.notices(waiting)), tick, part
+        self._retry = getattr(cases, "retry", lambda case: None)  # a watch looks again at what was skipped
         self._batch: list[Waiting] = []
         self._copies: list[tuple[Incoming, str]] = []  # cases with the content of one in the batch
         try:
@@ -109,8 +120,8 @@ class Stream:
         self._summary.conclude(self.index.decisions, self.index.reasons)
         return self._summary
 
-    def notices(self) -> list[str]:
-        """What a user must know before the first image, one sentence each."""
+    def notices(self, cases: Sequence[Incoming] = ()) -> list[str]:
+        """What a user must know before the first image, one sentence each; `cases` are those that wait."""
         notices = []
         if self.recipe.calibration_matters and self.opened.calibration is None:
             notices.append(
@@ -118,11 +129,21 @@ class Stream:
                 "distribution are not recognized; train it with `dltta train`"
             )
         if self.settings.anonymize:
-            notices.append(
-                "anonymize takes names, dates and descriptions out of predictions and log; DICOM identifiers (UIDs) "
-                "stay, so that a segmentation finds its images; the images themselves are not changed"
-            )
+            notices.append(anonymity(self.settings.uids, cases))
         return notices
+
+    def _max_memory(self, *, resume: bool) -> int:
+        """As it was said, or as the stream was begun: the limit decides about windows, and so about predictions."""
+        if self.settings.max_memory is not None:
+            return self.settings.max_memory
+        begun = self.folder.description() if resume and self.folder.described() else {}
+        recorded = begun.get("max_memory")
+        if isinstance(recorded, int):
+            return recorded
+        return default_limit(next(self.opened.model.parameters()).device)
+
+    def _part_done(self, done: int, total: int) -> None:
+        self._part(done, total)
 
     # what was read
 
@@ -236,6 +257,7 @@ class Stream:
                 sync_folder(self.output)
         self.record.put(packed, lines)
         self._summary.predicted += len(lines)
+        self._summary.windowed += sum("windows" in line for line in lines)
         for line in lines:
             self._tick(line)
 
@@ -280,6 +302,7 @@ class Stream:
         line: Fields = {"case": name, "input": found, "error": type(error).__name__}
         line |= {"detail": self.naming.reason(error, case, name), "state": self.index.version}
         self.record.fail(line)
+        self._retry(case)
         self._tick(line)
 
     def _description(self) -> Fields:
@@ -291,9 +314,11 @@ class Stream:
             "task": self.opened.task,
             "classes": self.opened.classes,
             "calibrated": self.opened.calibration is not None,
+            "max_memory": self.fitting.limit,
             "window": None if self.opened.window is None else asdict(self.opened.window),
             "deployment": self.settings.deployment,
             "anonymize": self.settings.anonymize,
+            "uids": self.settings.uids,
             "signed": self.settings.sign is not None,
             "recipe": self.recipe.as_json(),
         }
@@ -325,4 +350,6 @@ def _line(waiting: Waiting, prediction: Prediction) -> Fields:
         "reason": None if decision is None else decision.reason,
         "detail": None if decision is None else decision.detail,
     }
+    if prediction.window is not None:  # the whole did not fit into memory
+        line["windows"] = prediction.window.patch
     return line if prediction.change is None else {**line, "change": prediction.change}

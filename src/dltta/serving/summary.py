@@ -17,6 +17,7 @@ class Summary:
 
     predicted: int = 0
     repeated: int = 0  # the same content under another name: predicted, not learned from again
+    windowed: int = 0  # of the predicted: in windows, because the whole did not fit into memory
     already_predicted: int = 0  # in an earlier run
     failed: list[str] = field(default_factory=list)  # one sentence each
     decisions: dict[str, int] = field(default_factory=dict)  # of the whole stream, by outcome; empty without a guard
@@ -30,6 +31,11 @@ class Summary:
         self.decisions = {str(outcome): outcomes.get(outcome, 0) for outcome in Outcome} if outcomes else {}
         self.reasons = dict(Counter(reasons).most_common())
         self.to_review = sum(reasons.get(reason, 0) for reason in REVIEW)
+        if self.windowed:
+            self.warnings.append(
+                f"{self.windowed} of {self.predicted} images were too large for --max-memory and were predicted in "
+                "windows, each a step of its own (`windows` in stream.jsonl)"
+            )
         if self.mostly_out_of_distribution:
             self.warnings.append(
                 f"{self._far} of {sum(self.decisions.values())} images are far out of distribution (ood-score): the "

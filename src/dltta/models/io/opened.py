@@ -1,5 +1,6 @@
 """2 networks. A network that somebody brought: what it takes as input and what its output means."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +47,14 @@ class Window:
     def size(self, spatial: tuple[int, ...]) -> tuple[int, ...]:
         """The window for an image of this size: `patch` with the image's size where it says 0."""
         return tuple(want or have for want, have in zip(self.patch, spatial, strict=True))
+
+    def count(self, spatial: tuple[int, ...]) -> int:
+        """How many windows an image of this size has."""
+        numbers = []
+        for side, length in zip(self.size(spatial), spatial, strict=True):
+            stride = max(int(side * (1 - self.overlap)), 1) if side < length else side
+            numbers.append(max(math.ceil((length - side) / stride), 0) + 1)
+        return math.prod(numbers)
 
     def slide(self, x: Tensor, network: Callable[[Tensor], Tensor]) -> Tensor:
         """The blended logits of a network that sees images x (B, C, *spatial) one window at a time, in order."""
