@@ -1,13 +1,14 @@
 """`dltta adapt`: the main job, predictions for images as they arrive."""
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
+from dltta.cli.messages import Messages
 from dltta.cli.options import (
     FLAG,
     MODEL_HELP,
@@ -252,6 +253,14 @@ class Writing:
             help="Name predictions and log lines by a hash of the image instead of its file name.",
         ),
     ] = False
+    messages: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Also write what is said (warnings, skipped cases, the end) into this file, which is rotated.",
+            show_default="none",
+        ),
+    ] = None
     new_uids: Annotated[
         bool,
         typer.Option(
@@ -303,6 +312,7 @@ def adapt(
     from dltta.serving.folder import Stream
     from dltta.serving.maintenance import predicted_names
 
+    messages = Messages(writing.messages)
     source = own.source(model, patch=split_size(adapting.patch))
     cases = arriving.cases(images, predicted_names(output) if writing.resume and arriving.watch else ())
     opened = source.open()
@@ -318,21 +328,32 @@ def adapt(
         "new" if writing.new_uids else "keep",
     )
     with Stream(opened, output, settings, resume=writing.resume) as stream, bars() as listener:
-        _warn(stream.notices(() if arriving.watch else cases))
-        summary = stream.run(cases, listener.cases(None if arriving.watch else len(cases)), listener.parts())
-    _tell(summary, output, as_json, cases.ignored)
+        _warn(stream.notices(() if arriving.watch else cases), messages)
+        bar = listener.cases(None if arriving.watch else len(cases))
+
+        def tick(line: Mapping[str, Any]) -> None:
+            sentence = messages.skipped(line)
+            if sentence is not None and arriving.watch:  # else it is said at the end
+                listener.say(sentence)
+            bar(line)
+
+        summary = stream.run(cases, tick, listener.parts())
+    _tell(summary, output, as_json, cases.ignored, messages)
     if summary.exit_code:
         raise typer.Exit(summary.exit_code)
 
 
-def _tell(summary: "Summary", output: Path, as_json: bool, ignored: "Ignored") -> None:
+def _tell(summary: "Summary", output: Path, as_json: bool, ignored: "Ignored", messages: Messages) -> None:
+    messages(
+        f"{output}: {summary.predicted} predicted, {len(summary.failed)} skipped; the log ends with {summary.head}"
+    )
     if as_json:
         typer.echo(json.dumps({"output": str(output), **asdict(summary), "ignored": dict(ignored.kinds)}))
         return
     for sentence in summary.failed:
         typer.secho("skipped: ", fg="yellow", nl=False, err=True)
         typer.echo(sentence, err=True)
-    _warn(summary.warnings)
+    _warn(summary.warnings, messages)
     parts = [f"{summary.predicted} predicted"]
     parts += [f"{summary.repeated} the same as an earlier image"] if summary.repeated else []
     parts += [f"{summary.already_predicted} had a prediction"] if summary.already_predicted else []
@@ -344,9 +365,11 @@ def _tell(summary: "Summary", output: Path, as_json: bool, ignored: "Ignored") -
         typer.echo(f"decisions since the stream began: {decided}; {review}")
     if ignored:
         typer.echo(str(ignored))
+    typer.echo(f"the log ends with {summary.head[:32]} (dltta state verify --expect finds a log that was cut back)")
 
 
-def _warn(sentences: Iterable[str]) -> None:
+def _warn(sentences: Iterable[str], messages: Messages) -> None:
     for sentence in sentences:
+        messages(f"warning: {sentence}")
         typer.secho("warning: ", fg="yellow", nl=False, err=True)
         typer.echo(sentence, err=True)

@@ -21,6 +21,7 @@ EVERY = 30.0  # seconds between two lines where there is no terminal
 STAGES = {
     "task": "train model", "ttt": "train for TTT", "atta": "auto-encoders", "style": "restyle images",
     "cyclegan": "translation", "udas": "align outputs", "swav": "clusters",
+    "calibration": "calibrate",
 }  # fmt: skip
 
 
@@ -29,6 +30,10 @@ class Bars(Listener):
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
+
+    def say(self, sentence: str) -> None:
+        """A line above the bars."""
+        self.progress.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
     def count(self, what: str) -> Callable[[int, int], None]:
         """A bar for anything that reports how much of how much is done."""
@@ -68,9 +73,8 @@ class Bars(Listener):
             if plan.stage not in bars:
                 name = f"{STAGES.get(plan.stage, plan.stage)}{f' (seed {seed})' if seed else ''}"
                 bars[plan.stage] = self._add(name, plan.epochs * batches)
-            self.progress.update(
-                bars[plan.stage], completed=(epoch - 1) * batches + batch, note=f"epoch {epoch} loss {loss:.3f}"
-            )
+            note = "" if math.isnan(loss) else f"epoch {epoch} loss {loss:.3f}"
+            self.progress.update(bars[plan.stage], completed=(epoch - 1) * batches + batch, note=note)
 
         return report
 

@@ -19,14 +19,15 @@ BLOCK = 16  # channels
 
 def peak_bytes(work: Callable[[], object]) -> int:
     """The most bytes that tensors made during this work hold at once."""
-    with _Counter() as counter:
+    counter = _Counter()
+    with counter:
         work()
     return counter.peak
 
 
-class _Counter(TorchDispatchMode):  # type: ignore[misc]
+class _Counter(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not type it
         self.held = self.peak = 0
         self._known: dict[int, weakref.ref[Any]] = {}
 

@@ -117,6 +117,7 @@ class Stream:
         finally:
             if self._keeping is not None:
                 wait([self._keeping])
+        self._summary.head = self.index.journal.last
         self._summary.conclude(self.index.decisions, self.index.reasons)
         return self._summary
 

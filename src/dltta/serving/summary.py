@@ -23,6 +23,7 @@ class Summary:
     decisions: dict[str, int] = field(default_factory=dict)  # of the whole stream, by outcome; empty without a guard
     reasons: dict[str, int] = field(default_factory=dict)  # of the whole stream, by reason code
     to_review: int = 0  # predictions of the whole stream that somebody should look at
+    head: str = ""  # hash of the log's last line; who keeps it elsewhere finds a log that was cut back
     notices: list[str] = field(default_factory=list)  # what was said at the start, one sentence each
     warnings: list[str] = field(default_factory=list)  # what is to be said at the end, one sentence each
 

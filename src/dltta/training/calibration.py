@@ -18,11 +18,18 @@ from dltta.models.statistics import InstanceStatistics
 
 MOST = 64  # images; more change the spread of a mean by less than a tenth
 FEWEST = 8  # images that say something about the rare ones among them
+PASSES = 5  # through the network for each image: as it is, two for the OOD score, two for the entropy
 USUAL = 0.95  # the quantile that ends what is usual at the source site
 
 
 @torch.no_grad()
-def calibrate(model: nn.Module, images: Sequence[Tensor], *, layer: str | None = None) -> Calibration:
+def calibrate(
+    model: nn.Module,
+    images: Sequence[Tensor],
+    *,
+    layer: str | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Calibration:
     """Measured on up to 64 source images (C, *spatial) of one size, as the network takes them.
 
     `predictions` holds, all without labels:
@@ -34,6 +41,7 @@ def calibrate(model: nn.Module, images: Sequence[Tensor], *, layer: str | None =
     - `entropy`, see there; None unless the prediction is dense, or with fewer than 8 images
     """
     chosen = list(images)[:MOST]
+    passed = _Passes(PASSES * len(chosen), progress)
     device = next(model.parameters()).device
     samples = LayerSamples()
     predictions, discrepancies = [], []
@@ -43,6 +51,7 @@ def calibrate(model: nn.Module, images: Sequence[Tensor], *, layer: str | None =
             seen = forward_with_features(model, memory.layer, image[None].to(device))
             prediction = probabilities(seen.logits)
             predictions.append(prediction.cpu())
+            passed()
             if seen.features is None:
                 continue
             reference = memory.recall(seen.features, prediction.shape[1:])
@@ -55,9 +64,10 @@ def calibrate(model: nn.Module, images: Sequence[Tensor], *, layer: str | None =
     found = {
         **prediction_ranges(predictions),
         "discrepancy": median(discrepancies) if discrepancies else None,
-        "ood_score": ood_levels(model, chosen, calibration) if enough and calibration.layers else None,
-        "entropy": entropy_levels(model, chosen) if enough and dense else None,
+        "ood_score": ood_levels(model, chosen, calibration, passed) if enough and calibration.layers else None,
+        "entropy": entropy_levels(model, chosen, passed) if enough and dense else None,
     }
+    passed.end()
     return Calibration(calibration.layers, calibration.eps, found)
 
 
@@ -76,7 +86,24 @@ def _dense(prediction: Tensor) -> Tensor:
     return prediction if prediction.ndim > 2 else prediction[..., None]
 
 
-def ood_levels(model: nn.Module, images: Sequence[Tensor], calibration: Calibration) -> dict[str, float]:
+class _Passes:
+    """Tells how many passes through the network are done."""
+
+    def __init__(self, total: int, progress: Callable[[int, int], None]) -> None:
+        self.done, self.total, self.progress = 0, total, progress
+
+    def __call__(self) -> None:
+        self.done += 1
+        self.progress(self.done, self.total)
+
+    def end(self) -> None:
+        """Some networks need fewer passes."""
+        self.progress(self.total, self.total)
+
+
+def ood_levels(
+    model: nn.Module, images: Sequence[Tensor], calibration: Calibration, passed: Callable[[], None] = lambda: None
+) -> dict[str, float]:
     """OOD scores of source images, each measured against the others, and of useless images.
 
     - `first`: what 95 % of the images stay below at the first layer, which sees the scanner before the content
@@ -92,6 +119,7 @@ def ood_levels(model: nn.Module, images: Sequence[Tensor], calibration: Calibrat
         with samples.watching(model):
             for image in images:
                 model(change(image)[None].to(device))
+                passed()
         return measure(samples.stacked()).median(0).values.median().item()
 
     return {
@@ -102,7 +130,9 @@ def ood_levels(model: nn.Module, images: Sequence[Tensor], calibration: Calibrat
     }
 
 
-def entropy_levels(model: nn.Module, images: Sequence[Tensor]) -> dict[str, float]:
+def entropy_levels(
+    model: nn.Module, images: Sequence[Tensor], passed: Callable[[], None] = lambda: None
+) -> dict[str, float]:
     """The mean entropy of predictions under instance statistics, which remove what the scanner does to all of an image.
 
     - `median` of the images
@@ -114,7 +144,11 @@ def entropy_levels(model: nn.Module, images: Sequence[Tensor]) -> dict[str, floa
     device = next(model.parameters()).device
 
     def over(change: Callable[[Tensor], Tensor]) -> Tensor:
-        return torch.tensor([entropy(normalized(change(image)[None].to(device))).mean().item() for image in images])
+        found = []
+        for image in images:
+            found.append(entropy(normalized(change(image)[None].to(device))).mean().item())
+            passed()
+        return torch.tensor(found)
 
     intact, mixed = over(lambda image: image), over(shuffled)
     return {"median": intact.median().item(), "usual": intact.quantile(USUAL).item(), "shuffled": mixed.median().item()}

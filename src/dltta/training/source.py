@@ -237,7 +237,12 @@ class SourceTraining:
         """With what source images look like to this network: its calibration and, if asked for, its pairs."""
         model = trained.model.to(self.device)
         pairs = source_pairs(model, self._source_images(COUNT)) if "memory" in self.settings.with_ else None
-        calibration = calibrate(model, self._source_images(MOST))
+        plan = Plan("calibration", 1, 1, 0.0, 0)
+        calibration = calibrate(
+            model,
+            self._source_images(MOST),
+            progress=lambda done, total: self.report(plan, 1, done, total, math.nan),
+        )
         return replace(trained, calibration=calibration, pairs=pairs, record={**trained.record, "finished": True})
 
     def _history(self, stage: Stage) -> list[Row]:
