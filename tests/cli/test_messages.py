@@ -3,6 +3,7 @@
 import time
 
 from dltta.cli.messages import KEPT, Messages
+from streams import typed
 
 
 def at(text="2026-01-02 03:04:05"):
@@ -43,3 +44,10 @@ def test_a_link_is_not_followed_and_the_stream_goes_on(tmp_path, capsys):
     Messages(tmp_path / "log")("ours")
     assert (tmp_path / "target").read_text() == "theirs"
     assert "messages cannot be written" in capsys.readouterr().err
+
+
+def test_messages_do_not_go_where_everything_is_accounted_for(tmp_path, monkeypatch, capsys):
+    arguments = ("adapt", "-m", "x", "-i", tmp_path, "-o", tmp_path / "out", "--messages", tmp_path / "out" / "log")
+    code, _, err = typed(monkeypatch, capsys, *arguments)
+    assert code == 2
+    assert "put it elsewhere" in err

@@ -157,8 +157,8 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     except DlttaError:
         raise
     except MALFORMED as error:
-        reason = " ".join(f"{type(error).__name__} {error}".split())[:160]
-        raise StateError(f"{folder / 'model.json'} is malformed ({reason}); train the model again") from error
+        reason = " ".join(str(error).split())[:160]
+        raise StateError(f"{folder / 'model.json'} is malformed: {reason}; train the model again") from error
 
 
 def _load(folder: Path, description: dict[str, Any]) -> Checkpoint:
