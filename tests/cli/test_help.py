@@ -80,7 +80,6 @@ def test_choices_are_those_that_the_library_knows():
     from dltta.training.settings import TrainingSettings
 
     assert tuple(options.Task) == get_args(Task)
-    assert tuple(options.UDA) == recipes.UDA
     assert set(options.StreamMode) == {*recipes.Mode, *Deployment} - {Deployment.LIVE}
     assert tuple(options.Order) == get_args(Order)
     assert (*TASKS, "all") == tuple(options.DemoTask)

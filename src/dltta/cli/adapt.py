@@ -315,7 +315,7 @@ def adapt(
     messages = Messages(writing.messages)
     if writing.messages is not None and writing.messages.resolve().is_relative_to(output.resolve()):
         raise SettingError(
-            f"--messages {writing.messages} lies in {output}, where all is accounted for; put it elsewhere"
+            f"--messages {writing.messages} lies in {output}, whose files are all in the log; put it elsewhere"
         )
     source = own.source(model, patch=split_size(adapting.patch))
     cases = arriving.cases(images, predicted_names(output) if writing.resume and arriving.watch else ())
