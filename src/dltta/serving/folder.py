@@ -31,7 +31,7 @@ from dltta.predictor import Loaded, PartTick, Prediction, Predictor
 from dltta.recipes import NO_RATE, Method, Recipe, paper
 from dltta.serving.journal import Fields, on_disk
 from dltta.serving.reading import Known, Reader, Unusable
-from dltta.serving.record import SCHEMA, STATE, Record
+from dltta.serving.record import SCHEMA, STATE, Record, require_own_place
 from dltta.serving.settings import Deployment, OnError, StreamSettings
 from dltta.serving.signing import Signer
 from dltta.serving.state import Packed, StateFolder
@@ -77,6 +77,8 @@ class Stream:
         self._open = ExitStack()
 
     def __enter__(self) -> "Stream":
+        if not self.folder.described():
+            require_own_place(self.output)
         with on_disk(self.output):
             self.output.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
