@@ -369,7 +369,9 @@ def _tell(summary: "Summary", output: Path, as_json: bool, ignored: "Ignored", m
         typer.echo(f"decisions since the stream began: {decided}; {review}")
     if ignored:
         typer.echo(str(ignored))
-    typer.echo(f"the log ends with {summary.head[:32]} (dltta state verify --expect finds a log that was cut back)")
+    typer.echo(
+        f"the log ends with {summary.head[:32]} (dltta state verify --expect finds a log that was cut back)", err=True
+    )
 
 
 def _warn(sentences: Iterable[str], messages: Messages) -> None:
