@@ -19,22 +19,25 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from dltta.config import make_adapter
+from dltta.core.adapter import Adapter
+from dltta.core.ensemble import Ensemble
 from dltta.data.inbox import Incoming
 from dltta.data.prefetch import prefetch
 from dltta.errors import DataError, DlttaError, InputError, NonFiniteError, SettingError
 from dltta.files import sync_folder
+from dltta.fitting import Fitting, default_limit
 from dltta.methods import Method
-from dltta.models.io.opened import OpenedModel
-from dltta.predictor import Loaded, Prediction, Predictor
+from dltta.models.io.opened import OpenedModel, Window
+from dltta.predictor import Loaded, PartTick, Prediction, Predictor
 from dltta.recipes import NO_RATE, RECOMMENDED, Recipe, paper
 from dltta.serving.journal import Fields, on_disk
 from dltta.serving.reading import Known, Reader, Unusable
-from dltta.serving.record import SCHEMA, STATE, Record
+from dltta.serving.record import SCHEMA, STATE, Record, require_own_place
 from dltta.serving.settings import Deployment, OnError, StreamSettings
 from dltta.serving.signing import Signer
 from dltta.serving.state import Packed, StateFolder
 from dltta.serving.summary import Summary
-from dltta.serving.written import PredictionWriter
+from dltta.serving.written import PredictionWriter, anonymity
 from dltta.version import __version__
 
 UNREHEARSED = (
@@ -66,8 +69,10 @@ class Stream:
         # what really runs, and what the log records: only the adapter knows whether a class of one's own has a loss
         self.recipe = recipe if self.adapter.steps else replace(recipe, rate=NO_RATE)
         self.batch_size = self.recipe.batch_size or 1
-        self.predictor = self._predictor(self.settings.deployment)
         self.folder = StateFolder(output / STATE)
+        self.limit = self._max_memory(resume=resume)
+        self.fitting = self._fitting(recipe)
+        self.predictor = self._predictor(self.settings.deployment)
         self._signer = None if self.settings.sign is None else Signer.from_file(self.settings.sign, output)
         self._resume = resume
         self._ahead = False  # whether the adapter may have seen more than its latest version on disk
@@ -76,6 +81,8 @@ class Stream:
         self._open = ExitStack()
 
     def __enter__(self) -> "Stream":
+        if not self.folder.described():
+            require_own_place(self.output)
         with on_disk(self.output):
             self.output.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
@@ -84,8 +91,10 @@ class Stream:
                 self.output, self.folder, self._description(), self.adapter, self._signer, resume=self._resume
             )
             self.naming, self.index = self.record.naming, self.record.index
-            self._read = Reader(self.opened, self.output, self.index)
-            self._writer = PredictionWriter(self.opened, self.output, self.naming, self.settings.save_probabilities)
+            self._read = Reader(self.opened, self.output, self.index, self.fitting)
+            self._writer = PredictionWriter(
+                self.opened, self.output, self.naming, self.settings.save_probabilities, self.settings.uids
+            )
             if self.index.deployment is not None:
                 self.predictor = self._predictor(self.index.deployment)
             self._disk = stack.enter_context(ThreadPoolExecutor(1, "disk"))
@@ -95,9 +104,16 @@ class Stream:
     def __exit__(self, *error: object) -> None:
         self._open.close()
 
-    def run(self, cases: Iterable[Incoming], tick: Tick = lambda line: None) -> Summary:
-        """Predict every case that has no prediction yet, in order."""
-        self._summary, self._tick = Summary(notices=self.notices()), tick
+    def run(
+        self,
+        cases: Iterable[Incoming],
+        tick: Tick = lambda line: None,
+        part: PartTick = lambda done, total: None,
+    ) -> Summary:
+        """Predict every case that has no prediction yet, in order; `part` hears of slices and windows within a case."""
+        waiting = cases if isinstance(cases, Sequence) else ()
+        self._summary, self._tick, self._part = Summary(notices=self.notices(waiting)), tick, part
+        self._retry = getattr(cases, "retry", lambda case: None)  # a watch looks again at what was skipped
         self._batch: list[Waiting] = []
         self._copies: list[tuple[Incoming, str]] = []  # cases with the content of one in the batch
         try:
@@ -109,6 +125,7 @@ class Stream:
         finally:
             if self._keeping is not None:
                 wait([self._keeping])
+        self._summary.head = self.index.journal.last
         self._summary.conclude(self.index.decisions, self.index.reasons, self.index.reviews)
         return self._summary
 
@@ -122,7 +139,7 @@ class Stream:
 
     def _predictor(self, deployment: str) -> Predictor:
         source = make_adapter(self.opened, paper(Method.SOURCE)) if deployment == Deployment.SHADOW else None
-        return Predictor(self.opened, self.adapter, source)
+        return Predictor(self.opened, self.adapter, source, self.fitting, self._part_done)
 
     def answer(self, case: Incoming, tick: Tick = lambda line: None) -> Fields:
         """Predict one case now; its line of the log, on the disk, also if it was predicted before.
@@ -139,8 +156,8 @@ class Stream:
         self._settle()
         return self.index.line(self.naming.name(case, found.digest))
 
-    def notices(self) -> list[str]:
-        """What a user must know before the first image, one sentence each."""
+    def notices(self, cases: Sequence[Incoming] = ()) -> list[str]:
+        """What a user must know before the first image, one sentence each; `cases` are those that wait."""
         notices = []
         if self.recipe.method == RECOMMENDED:
             notices += [] if self.opened.rehearsal is not None else [UNREHEARSED]
@@ -152,11 +169,27 @@ class Stream:
         if (said := getattr(self.adapter.objective, "notice", None)) is not None:
             notices.append(said)
         if self.settings.anonymize:
-            notices.append(
-                "anonymize takes names, dates and descriptions out of predictions and log; DICOM identifiers (UIDs) "
-                "stay, so that a segmentation finds its images; the images themselves are not changed"
-            )
+            notices.append(anonymity(self.settings.uids, cases))
         return notices
+
+    def _max_memory(self, *, resume: bool) -> int:
+        """As it was said, or as the stream was begun: the limit decides about windows, and so about predictions."""
+        if self.settings.max_memory is not None:
+            return self.settings.max_memory
+        begun = self.folder.description() if resume and self.folder.described() else {}
+        recorded = begun.get("max_memory")
+        if isinstance(recorded, int):
+            return recorded
+        return default_limit(next(self.opened.model.parameters()).device)
+
+    def _fitting(self, recipe: Recipe) -> Fitting | None:
+        """None for a model that brings windows of its own, such as nnU-Net's, which are what it was planned for."""
+        if isinstance(self.adapter, Ensemble) or not isinstance(self.opened.window, Window | None):
+            return None
+        return Fitting(self.opened, lambda: _single(self.opened, recipe), self.limit)
+
+    def _part_done(self, done: int, total: int) -> None:
+        self._part(done, total)
 
     # what was read
 
@@ -270,6 +303,7 @@ class Stream:
                 sync_folder(self.output)
         self.record.put(packed, lines)
         self._summary.predicted += len(lines)
+        self._summary.windowed += sum("windows" in line for line in lines)
         for line in lines:
             self._tick(line)
 
@@ -315,6 +349,7 @@ class Stream:
         line: Fields = {"case": name, "input": found, "error": type(error).__name__}
         line |= {"detail": self.naming.reason(error, case, name), "state": self.index.version}
         self.record.fail(line)
+        self._retry(case)
         self._tick(line)
 
     def _description(self) -> Fields:
@@ -327,14 +362,23 @@ class Stream:
             "classes": self.opened.classes,
             "calibrated": self.opened.calibration is not None,
             "rehearsed": self.opened.rehearsal is not None,
+            "max_memory": self.limit,
             "window": None if self.opened.window is None else asdict(self.opened.window),
             "deployment": self.settings.deployment,
             "anonymize": self.settings.anonymize,
+            "uids": self.settings.uids,
             "signed": self.settings.sign is not None,
             "recipe": self.recipe.as_json(),
         }
         plain: Fields = json.loads(json.dumps(chosen))
         return plain
+
+
+def _single(opened: OpenedModel, recipe: Recipe) -> Adapter:
+    adapter = make_adapter(opened, recipe)
+    if isinstance(adapter, Ensemble):
+        raise SettingError("several networks predict together; there is no single one")
+    return adapter
 
 
 def _resolved(opened: OpenedModel, settings: StreamSettings) -> Recipe:
@@ -367,4 +411,6 @@ def _line(waiting: Waiting, prediction: Prediction) -> Fields:
     if decision is not None and (expected := decision.expected) is not None:
         line |= {"quality": expected.score, "quality_low": expected.low, "quality_high": expected.high}
         line["review"] = expected.review
+    if prediction.window is not None:  # the whole did not fit into memory
+        line["windows"] = prediction.window.patch
     return line if prediction.change is None else {**line, "change": prediction.change}

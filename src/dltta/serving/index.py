@@ -3,8 +3,6 @@
 Memory holds the name, the hash and the place of the line of each case; all else is read from the log when needed.
 """
 
-import csv
-import io
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dltta.errors import StateError
-from dltta.files import open_in_place, write_atomically
+from dltta.files import csv_table, open_in_place, write_atomically
 from dltta.serving.journal import Fields, Journal, Line, on_disk
 
 QUALITY = ("quality", "quality_low", "quality_high", "review")
@@ -128,9 +126,7 @@ class PredictionTable:
         ]
 
     def _rows(self, rows: Iterable[Sequence[Any]]) -> str:
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(rows)
-        return text.getvalue()
+        return csv_table(rows)
 
 
 def _predicted(entry: Mapping[str, Any]) -> bool:

@@ -117,6 +117,15 @@ def _expects(description: Mapping[str, Any]) -> bool:
     return bool(description.get("rehearsed")) and description["recipe"]["method"] == RECOMMENDED
 
 
+def require_own_place(output: Path) -> None:
+    """A new stream must not grow within a model, or within another stream, where all is accounted for."""
+    for folder in (output, *output.parents):
+        if (folder / "model.json").is_file():
+            raise SettingError(f"{output} lies in the model {folder}; choose a folder of its own for the predictions")
+        if folder != output and (folder / LOG).is_file() and (folder / STATE).is_dir():
+            raise SettingError(f"{output} lies in the stream of {folder}; choose a folder of its own")
+
+
 def require_schema(description: Mapping[str, Any], output: Path) -> None:
     """Refuses the stream of another release."""
     if description.get("schema") != SCHEMA:

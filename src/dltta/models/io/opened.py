@@ -1,5 +1,6 @@
 """2 networks. A network that somebody brought: what it takes as input and what its output means."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -82,6 +83,14 @@ class Window:
         if len(spatial) != len(self.patch):
             raise InputError(f"windows of {self.patch} do not fit images of {spatial}")
         return spatial == self.size(spatial)
+
+    def count(self, spatial: tuple[int, ...]) -> int:
+        """How many windows an image of this size has."""
+        numbers = []
+        for side, length in zip(self.size(spatial), spatial, strict=True):
+            stride = max(int(side * (1 - self.overlap)), 1) if side < length else side
+            numbers.append(max(math.ceil((length - side) / stride), 0) + 1)
+        return math.prod(numbers)
 
     def slide(self, x: Tensor, network: Callable[[Tensor], Tensor]) -> Tensor:
         """The blended logits of a network that sees images x (B, C, *spatial) one window at a time, in order."""
