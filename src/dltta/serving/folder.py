@@ -78,6 +78,7 @@ class Stream:
         self._ahead = False  # whether the adapter may have seen more than its latest version on disk
         self._keeping: Future[None] | None = None  # the batch that is on its way to the disk
         self._underway: frozenset[str] = frozenset()  # names and digests of its cases
+        self._part: PartTick = lambda done, total: None  # told of the parts of the current case
         self._open = ExitStack()
 
     def __enter__(self) -> "Stream":
