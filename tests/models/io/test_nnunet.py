@@ -199,7 +199,8 @@ def test_bench_inspect_and_card_take_it(tmp_path, monkeypatch, capsys):
         by_hand.append(2 * ((mask == 1) & (label == 1)).sum() / ((mask == 1).sum() + (label == 1).sum()))
     cord = {row["method"]: row["mean"] for row in found["summary"] if row["metric"] == "dice_cord"}
     assert (cord or dice)["source"] == pytest.approx(np.mean(by_hand), abs=1e-6)
-    assert dice["tent"] != dice["source"]
+    (tent,) = (stream for stream in found["streams"] if stream["method"] == "tent")
+    assert all(case["rate"] == pytest.approx(0.1) and case["loss"] > 0 for case in tent["cases"])
     code, out, _ = typed(monkeypatch, capsys, "inspect", model, "--json")
     assert json.loads(out)["kind"] == "nnunet"
     assert json.loads(out)["methods"]["tent"]["works"]
