@@ -215,7 +215,11 @@ def _given_model(own: OwnModel, model: str | None, table: dict[str, Any]) -> dic
     from dltta.evaluation.experiment import open_given, working_methods
 
     source = own.source(model)
-    return {"model": source, **({} if "methods" in table else {"methods": working_methods(open_given(source))})}
+    return {
+        "source": table.get("source", []),
+        "model": source,
+        **({} if "methods" in table else {"methods": working_methods(open_given(source))}),
+    }
 
 
 def _given(**options: Any) -> dict[str, Any]:

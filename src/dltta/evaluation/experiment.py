@@ -102,9 +102,9 @@ class Experiment:
     Models, streams and examples are kept in `work`, which several experiments may share, or else in `output`.
     """
 
-    source: tuple[str, ...] = ()
-    targets: tuple[str, ...] = ()
-    output: str = ""
+    source: tuple[str, ...]
+    targets: tuple[str, ...]
+    output: str
     model: ModelSource | None = None  # compared on, instead of networks trained on `source`
     work: str | None = None
     root: str | None = None  # where it is does not decide what comes out: not part of the description
@@ -133,10 +133,8 @@ class Experiment:
             make_uda(method, settings)
         for rate in self.rates:
             split_rate(rate)
-        if bool(self.source) == (self.model is not None) or not self.targets:
-            raise SettingError("an experiment needs source sites or a model, not both, and at least one target site")
-        if not self.output:
-            raise SettingError("an experiment needs a folder for its results; give output, or -o FOLDER")
+        if not (self.source or self.model) or not self.targets:
+            raise SettingError("an experiment needs at least one source site, or a model, and one target site")
         if self.model is not None:
             self._check_given()
         if self.seeds < 1 or self.orders < 1:
@@ -144,6 +142,8 @@ class Experiment:
 
     def _check_given(self) -> None:
         """What has no meaning for a model that is not trained here."""
+        if self.source:
+            raise SettingError("an experiment has source sites to train on or a model, not both; leave one out")
         learned = [method for method in self.methods if method in UDA]
         if learned:
             raise SettingError(f"{learned[0]} learns with source images; give --source, not a model")
