@@ -61,8 +61,8 @@ def _methods(workloads: Iterable[Mapping[str, Any]]) -> str:
         return ""
     return (
         "## Newer methods\n\nAs their authors set them ([methods.md](methods.md)), but: NOTE and RoTTA learn from a "
-        "memory of 8 images with every batch; the authors' learn once in 64 images. EATA, SAR and DeYO learn from every "
-        "prediction, however uncertain: weights are untrained.\n\n" + "\n\n".join(parts) + "\n"
+        "memory of 8 images with every batch; the authors' learn once in 64 images. EATA, SAR and DeYO learn from "
+        "every prediction, however uncertain: weights are untrained.\n\n" + "\n\n".join(parts) + "\n"
     )
 
 
