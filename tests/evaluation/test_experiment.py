@@ -245,3 +245,36 @@ def test_a_translated_network_runs_in_a_stream(tmp_path, monkeypatch):
 def test_settings_of_these_methods_are_checked_before_anything_runs(tmp_path, uda, words):
     with pytest.raises(SettingError, match=words):
         small(tmp_path, uda=uda)
+
+
+# methods newer than the paper
+
+
+def jobs(experiment):
+    return {(job.method, job.rate): experiment.recipe(job) for job in experiment.jobs() if job.method != "source"}
+
+
+def test_a_method_with_a_rule_of_its_authors_runs_with_it_too(tmp_path):
+    experiment = small(tmp_path, methods=("tent", "grata", "t3a"), rates=("fixed", "dynamic"))
+    rates = {method: [rate for name, rate in jobs(experiment) if name == method] for method in experiment.methods}
+    assert rates == {"tent": ["fixed", "dynamic"], "grata": ["aligned", "fixed", "dynamic"], "t3a": ["none"]}
+
+
+def test_what_one_method_has_alone_is_given_by_its_name(tmp_path):
+    own = {"dtta": {"steps": 5, "alpha": 0.5}, "rotta": {"settings": {"capacity": 4}}}
+    experiment = small(tmp_path, methods=("tent", "dtta", "rotta"), rates=("fixed",), recipes=own)
+    found = {
+        method: recipe.resolved("segmentation", calibrated=False) for (method, _), recipe in jobs(experiment).items()
+    }
+    assert (found["dtta"].steps, found["dtta"].alpha, found["dtta"].mode) == (5, 0.5, "image-specific")
+    assert (found["rotta"].steps, found["rotta"].settings, found["rotta"].alpha) == (1, {"capacity": 4}, 1e-3)
+    assert (found["tent"].steps, found["tent"].alpha, found["tent"].settings) == (1, 1e-3, {})
+    with pytest.raises(SettingError, match=r"no key in \[recipes.dtta\] 'stepps'; did you mean 'steps'"):
+        small(tmp_path, recipes={"dtta": {"stepps": 5}})
+
+
+def test_all_trains_what_methods_of_the_task_need(tmp_path):
+    every = small(tmp_path, methods=("all",))
+    assert every.with_all_parts().training.with_ == ("ttt", "ttt++", "dtta", "atta")
+    classes = replace(every, source=("phantom:histology:hospital_0:4",), targets=("phantom:histology:hospital_2:4",))
+    assert classes.with_all_parts().training.with_ == ("ttt", "ttt++", "atta")
