@@ -205,7 +205,7 @@ def _quality_section(results: Results) -> str:
         for row in rows
     ]
     table = f'<div class="scroll"><table><thead><tr>{heads}</tr></thead>\n<tbody>{"".join(lines)}</tbody></table></div>'
-    note = "Expected before any label was seen, by what was rehearsed at the source site; intervals are meant to hold 90 %."
+    note = "Expected without labels, by what was rehearsed at the source site; intervals are meant to hold 90 %."
     return _section("Expected quality", f'<p class="note">{note}</p>', table)
 
 
