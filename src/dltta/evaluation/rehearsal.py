@@ -49,10 +49,8 @@ CROP = 32  # crops are multiples of this
 WEIGHTS = (0.0, 0.25, 0.5, 1.0)
 DEFAULT_MARGINS = (1.0, 0.1, 0.05, 0.02, 0.01, 0.0)  # 1: always the default
 SOURCE_MARGINS = (0.0, 0.01, 0.02, 0.05)
-SMOOTHING, SLICE_SMOOTHING = (
-    0.05,
-    0.5,
-)  # of the usual size of a class; slices are parts of a volume, small ones count less
+SMOOTHING = 0.05  # of the usual size of a class
+EMPTY_SLICE = 0.15  # weight of a slice that shows nothing, beside 1 for one of usual size: volumes are scored whole
 FLIP_TOLERANCE = 0.002  # so much may a flip cost source images on average
 FLAGGED_SOURCE, FLAGGED_REFUSED = 0.05, 0.9  # of source images at most, of harmful ones at least
 FRAMINGS: tuple["Framing", ...] = ("whole", "whole", "whole", "close")  # of the simulated sites in turn
