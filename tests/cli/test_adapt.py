@@ -563,7 +563,8 @@ class TestState:
     def test_roll_back_and_go_on(self, dltta, output, checkpoint, folders):
         done, out, _ = dltta("state", "rollback", output, "--to", "1")
         assert (done, out) == (0, f"{output}: version 4 is version 1 again\n")
-        assert dltta("adapt", "-m", checkpoint, "-i", folders[0], "-o", output, "--resume")[0] == 0
+        same = ("-m", checkpoint, "-i", folders[0], "-o", output, "--method", "tent", "--guard")
+        assert dltta("adapt", *same, "--resume")[0] == 0
         assert dltta("state", "list", output)[1].splitlines()[-1].split()[-3:] == ["rollback", "to", "1"]
 
     def test_verify(self, dltta, output):

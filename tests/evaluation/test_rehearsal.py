@@ -27,6 +27,7 @@ from dltta.evaluation.rehearsal import (
     rehearse,
     scores_of,
     sizes_of,
+    slice_weight,
     strong_and_mild,
     tuned,
     worth_of,
@@ -98,6 +99,14 @@ def test_dice_of_candidates_by_hand():
     )  # rightly nothing
     classes = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])
     assert scored(classes, [torch.tensor(1)])[0].tolist() == [0, 1]
+
+
+def test_slices_count_as_their_foreground_and_a_little_without_any():
+    full = torch.tensor([[0, 1], [1, 0]])
+    sizes = sizes_of([full, 0 * full], 2)
+    assert [slice_weight(label, sizes) for label in (full, 0 * full)] == pytest.approx([1.15, 0.15])
+    weighted = Recorded({}, {}, np.array([1.0, 0.0]), np.zeros(2), np.array([1.0, 3.0]))
+    assert weighted.mean(weighted.source) == pytest.approx(0.25)
 
 
 def test_a_stream_goes_through_its_sites_one_after_the_other():
@@ -208,13 +217,13 @@ def recorded(site_scores, seed):
     signals = 0.1 * rng.normal(size=(10, len(site_scores), len(SIGNALS)))
     signals[..., 0] = -10 * scores  # a clear entropy
     name = "source+batch"
-    return Recorded({name: signals}, {name: scores}, scores[:, 0], scores[:, 1])
+    return Recorded({name: signals}, {name: scores}, scores[:, 0], scores[:, 1], np.ones(10))
 
 
 def test_worth_is_the_mean_less_what_is_lost_against_the_better_baseline():
     plain = {
-        "a": Recorded({}, {}, np.array([0.6]), np.array([0.8])),
-        "b": Recorded({}, {}, np.array([0.9]), np.array([0.1])),
+        "a": Recorded({}, {}, np.array([0.6]), np.array([0.8]), np.ones(1)),
+        "b": Recorded({}, {}, np.array([0.9]), np.array([0.1]), np.ones(1)),
     }
     given = {"a": np.array([0.7]), "b": np.array([0.95])}
     assert worth_of(given, plain) == pytest.approx(0.825 - 0.05 - 0.25 * 0.1)

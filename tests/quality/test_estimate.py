@@ -63,6 +63,17 @@ def test_the_weights_solve_the_normal_equations():
     np.testing.assert_allclose(model.weights, slow_ridge(rows, wanted, model.penalty), atol=1e-6)
 
 
+def test_an_image_of_weight_two_counts_as_two_images():
+    signals, scores = sites()
+    twice = {site: np.concatenate([table, table[:1]]) for site, table in signals.items()}
+    again = {site: np.concatenate([table, table[:1]]) for site, table in scores.items()}
+    weights = {site: np.array([2.0, *[1.0] * (len(table) - 1)]) for site, table in scores.items()}
+    model = fit(signals, scores, weights).model
+    rows = np.concatenate([slow_design(slow_standardized(table, model)) for table in twice.values()])
+    wanted = np.concatenate([table.ravel() for table in again.values()])
+    np.testing.assert_allclose(model.weights, slow_ridge(rows, wanted, model.penalty), atol=1e-6)
+
+
 def test_what_is_expected_of_a_left_out_site_comes_from_the_others_alone():
     signals, scores = sites()
     fitted = fit(signals, scores)

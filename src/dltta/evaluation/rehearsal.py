@@ -35,7 +35,7 @@ from dltta.training.calibration import calibrate
 from dltta.training.examples import Pair
 
 FORMAT = 1
-SCORED = 2  # how streams are recorded; another number records them again
+SCORED = 3  # how streams are recorded; another number records them again
 # batch size: cases; right or wrong says less than a Dice, so a classification takes more
 CASES: dict[Task, dict[int, int]] = {"segmentation": {1: 20}, "classification": {1: 16, 32: 64}}
 FEWEST_CASES: dict[Task, int] = {"segmentation": 8, "classification": 32}
@@ -49,10 +49,8 @@ CROP = 32  # crops are multiples of this
 WEIGHTS = (0.0, 0.25, 0.5, 1.0)
 DEFAULT_MARGINS = (1.0, 0.1, 0.05, 0.02, 0.01, 0.0)  # 1: always the default
 SOURCE_MARGINS = (0.0, 0.01, 0.02, 0.05)
-SMOOTHING, SLICE_SMOOTHING = (
-    0.05,
-    0.5,
-)  # of the usual size of a class; slices are parts of a volume, small ones count less
+SMOOTHING = 0.05  # of the usual size of a class
+EMPTY_SLICE = 0.15  # weight of a slice that shows nothing, beside 1 for one of usual size: volumes are scored whole
 FLIP_TOLERANCE = 0.002  # so much may a flip cost source images on average
 FLAGGED_SOURCE, FLAGGED_REFUSED = 0.05, 0.9  # of source images at most, of harmful ones at least
 FRAMINGS: tuple["Framing", ...] = ("whole", "whole", "whole", "close")  # of the simulated sites in turn
@@ -120,12 +118,20 @@ def cut(pair: Pair, size: Sequence[int], seed: Sequence[int]) -> Pair:
 
 @dataclass(frozen=True)
 class Recorded:
-    """One stream: for each plan the signals (N, K, S) and scores (N, K) of its candidates, and both baselines (N,)."""
+    """One stream: for each plan the signals (N, K, S) and scores (N, K) of its candidates, and both baselines (N,).
+
+    `weights` (N,) say how much each image counts.
+    """
 
     signals: Mapping[str, Table]
     scores: Mapping[str, Table]
     source: Table
     batch: Table
+    weights: Table
+
+    def mean(self, scores: Table) -> Any:
+        """Over the images, of (N,) or (N, K)."""
+        return np.average(scores, axis=0, weights=self.weights)
 
 
 def rehearse(
@@ -144,7 +150,7 @@ def rehearse(
     """
     if not cases:
         raise DataError("there is no labeled case to rehearse with")
-    setup = Setup.of(opened, cases, seed, SLICE_SMOOTHING if sliced else SMOOTHING)
+    setup = Setup.of(opened, cases, seed, sliced=sliced)
     streams = setup.streams()
     rows: dict[int, dict[str, Recorded]] = {size: {} for size in setup.extent.counts}
     total = len(streams) * len(rows)
@@ -186,10 +192,10 @@ class Setup:
     flip: int | None
     extent: Extent
     seed: int
-    smoothing: float
+    sliced: bool
 
     @classmethod
-    def of(cls, opened: OpenedModel, cases: Sequence[Pair], seed: int, smoothing: float = SMOOTHING) -> "Setup":
+    def of(cls, opened: OpenedModel, cases: Sequence[Pair], seed: int, *, sliced: bool = False) -> "Setup":
         model = opened.model.eval()
         chosen = _spread(cases, max(CASES[opened.task].values()))
         extent, chosen = affordable(model, chosen, opened.task)
@@ -198,9 +204,9 @@ class Setup:
         calibration = opened.calibration or calibrate(model, images)
         with torch.no_grad():
             predictions = [_predict(model, image) for image in images]
-        flip = best_flip(model, chosen, predictions, smoothing)
+        flip = best_flip(model, chosen, predictions)
         usual, values = Usual.of(predictions), SourceValues.of(images)
-        return cls(opened, chosen, calibration, usual, values, flip, extent, seed, smoothing)
+        return cls(opened, chosen, calibration, usual, values, flip, extent, seed, sliced)
 
     @property
     def yardstick(self) -> Yardstick:
@@ -244,7 +250,7 @@ class Setup:
         sites = [site.as_json() for site in stream.sites]
         decisive = [
             self.opened.fingerprint, cases.hexdigest(), sites, stream.framing, batch_size, SCORED, self.flip, self.seed,
-            self.smoothing,
+            self.sliced,
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -254,7 +260,8 @@ class Setup:
             self.opened.model, self.arms, calibration=self.calibration, values=self.values, batch_size=batch_size
         )
         plans = self.every_plan()
-        smooth = self.smoothing * sizes_of([label for _, label in self.cases], len(self.opened.classes))
+        sizes = sizes_of([label for _, label in self.cases], len(self.opened.classes))
+        smooth, counted = SMOOTHING * sizes, []
         rows: dict[str, list[tuple[Table, Table]]] = {_name(plan): [] for plan in plans}
         plain: dict[str, list[Table]] = {SOURCE: [], BATCH: []}
         device = next(self.opened.model.parameters()).device
@@ -262,6 +269,7 @@ class Setup:
         for batch in _batches(stream.pairs(cases, self.seed), batch_size):
             x = torch.stack([image for image, _ in batch]).to(device)
             labels = [label for _, label in batch]
+            counted += [slice_weight(label, sizes) if self.sliced else 1.0 for label in labels]
             views = look(arms, self.arms, self.flip, x, self.yardstick)
             arms.commit()
             for plan in plans:
@@ -275,6 +283,7 @@ class Setup:
             {name: np.concatenate([scores for _, scores in each]) for name, each in rows.items()},
             np.concatenate(plain[SOURCE]),
             np.concatenate(plain[BATCH]),
+            np.array(counted),
         )
 
     def concluded(self, records: Mapping[str, Recorded], batch_size: int) -> dict[str, Any]:
@@ -360,12 +369,10 @@ def _halved(pair: Pair) -> Pair:
     return image.narrow(1 + axis, begin, kept).contiguous(), label.narrow(axis, begin, kept).contiguous()
 
 
-def best_flip(
-    model: nn.Module, cases: Sequence[Pair], predictions: Sequence[Tensor], smoothing: float = SMOOTHING
-) -> int | None:
+def best_flip(model: nn.Module, cases: Sequence[Pair], predictions: Sequence[Tensor]) -> int | None:
     """The spatial axis whose flip, averaged in, scores best on source images; None if every one of them costs."""
     labels = [label for _, label in cases]
-    smooth = smoothing * sizes_of(labels, len(predictions[0]))
+    smooth = SMOOTHING * sizes_of(labels, len(predictions[0]))
     whole = zip(predictions, labels, strict=True)
     plain = float(np.mean([scores_of(p[None, None], [label], smooth)[0, 0] for p, label in whole]))
     found: dict[int, float] = {}
@@ -395,10 +402,10 @@ class Tuned:
         return [
             {
                 "site": site,
-                "source": float(record.source.mean()),
-                "batch": float(record.batch.mean()),
-                "candidates": dict(zip(names, record.scores[name].mean(0).tolist(), strict=True)),
-                "chosen": float(self.given[site].mean()),
+                "source": float(record.mean(record.source)),
+                "batch": float(record.mean(record.batch)),
+                "candidates": dict(zip(names, record.mean(record.scores[name]).tolist(), strict=True)),
+                "chosen": float(record.mean(self.given[site])),
                 "harmful": site in harmful,
             }
             for site, record in records.items()
@@ -408,10 +415,14 @@ class Tuned:
 def tuned(plan: Plan, records: Mapping[str, Recorded], harmful: Sequence[str], batch_size: int = 1) -> Tuned:
     """Fit the quality model and choose weight and margins, each site judged by a fit that left it out."""
     name, names = _name(plan), plan.candidates
-    fitted = fit({s: r.signals[name] for s, r in records.items()}, {s: r.scores[name] for s, r in records.items()})
+    fitted = fit(
+        {site: record.signals[name] for site, record in records.items()},
+        {site: record.scores[name] for site, record in records.items()},
+        {site: record.weights for site, record in records.items()},
+    )
     sites = [site for site in records if site not in harmful]
     smoothed = {site: _smoothed(expected, batch_size) for site, expected in fitted.left_out.items()}
-    means = np.stack([records[site].scores[name].mean(0) for site in sites])  # (sites, K)
+    means = np.stack([records[site].mean(records[site].scores[name]) for site in sites])  # (sites, K)
     defaults = [names[int((means.sum(0) - means[i]).argmax())] for i in range(len(sites))]
     best: tuple[float, Policy, dict[str, Table]] | None = None
     for default_margin, weight, source_margin in product(DEFAULT_MARGINS, WEIGHTS, SOURCE_MARGINS):
@@ -462,8 +473,9 @@ def worth_of(given: Mapping[str, Table], records: Mapping[str, Recorded]) -> flo
 
     That is the mean loss, a quarter of the greatest one, and half of that at the source site, where none is needed.
     """
-    scores = np.array([table.mean() for table in given.values()])
-    baselines = np.array([max(records[site].source.mean(), records[site].batch.mean()) for site in given])
+    scores = np.array([records[site].mean(table) for site, table in given.items()])
+    plain = [(records[site].mean(records[site].source), records[site].mean(records[site].batch)) for site in given]
+    baselines = np.array([max(pair) for pair in plain])
     losses = np.maximum(baselines - scores, 0)
     home = losses[list(given).index("source")] if "source" in given else 0.0
     return float(scores.mean() - losses.mean() - 0.25 * losses.max() - 0.5 * home)
@@ -484,6 +496,12 @@ def sizes_of(labels: Sequence[Tensor], classes: int) -> Table:
         there = [count for count in counts if count]
         found[value - 1] = np.mean(there) if there else 1.0
     return found
+
+
+def slice_weight(label: Tensor, sizes: Table) -> float:
+    """How much a slice counts: as its foreground against the usual one, and a little if it has none."""
+    shares = [float((label == value).sum()) / usual for value, usual in enumerate(sizes, 1)]
+    return EMPTY_SLICE + min(float(np.mean(shares)), 2.0)
 
 
 def scores_of(predictions: Tensor, labels: Sequence[Tensor], smooth: Table) -> Table:
@@ -539,7 +557,9 @@ def _packed(recorded: Recorded) -> bytes:
     arrays = {f"signals/{name}": table for name, table in recorded.signals.items()}
     arrays |= {f"scores/{name}": table for name, table in recorded.scores.items()}
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, allow_pickle=False, source=recorded.source, batch=recorded.batch, **arrays)
+    np.savez_compressed(
+        buffer, allow_pickle=False, source=recorded.source, batch=recorded.batch, weights=recorded.weights, **arrays
+    )
     return buffer.getvalue()
 
 
@@ -547,4 +567,4 @@ def _unpacked(path: Path) -> Recorded:
     with np.load(path) as saved:
         signals = {name.partition("/")[2]: saved[name] for name in saved.files if name.startswith("signals/")}
         scores = {name.partition("/")[2]: saved[name] for name in saved.files if name.startswith("scores/")}
-        return Recorded(signals, scores, saved["source"], saved["batch"])
+        return Recorded(signals, scores, saved["source"], saved["batch"], saved["weights"])

@@ -100,8 +100,14 @@ class Fitted:
     left_out: Mapping[str, Table]
 
 
-def fit(signals: Mapping[str, Table], scores: Mapping[str, Table]) -> Fitted:
-    """From signals (N, K, S) and scores (N, K) by site; the penalty is the one that predicts left-out sites best."""
+def fit(
+    signals: Mapping[str, Table], scores: Mapping[str, Table], weights: Mapping[str, Table] | None = None
+) -> Fitted:
+    """From signals (N, K, S) and scores (N, K) by site; the penalty is the one that predicts left-out sites best.
+
+    `weights` (N,) say how much each image counts; all alike unless given.
+    """
+    weights = weights or {site: np.ones(len(table)) for site, table in scores.items()}
     pooled = np.concatenate([table.reshape(-1, table.shape[-1]) for table in signals.values()])
     low, high = np.quantile(pooled, KEPT, axis=0)
     kept = np.clip(pooled, low, high)
@@ -109,7 +115,7 @@ def fit(signals: Mapping[str, Table], scores: Mapping[str, Table]) -> Fitted:
     scale = np.where(spread > 1e-9, spread, 1.0)
     blank = QualityModel(kept.mean(0), scale, low, high, np.zeros(0), 0.0)
     rows = {site: design(blank.standardized(table)) for site, table in signals.items()}
-    sums = {site: _sums(rows[site], scores[site]) for site in rows}
+    sums = {site: _sums(rows[site], scores[site], weights[site]) for site in rows}
     total = _total(list(sums.values()))
     best: tuple[float, float, dict[str, Table]] | None = None
     for penalty in PENALTIES:
@@ -117,7 +123,8 @@ def fit(signals: Mapping[str, Table], scores: Mapping[str, Table]) -> Fitted:
             site: np.clip(rows[site] @ (total - sums[site] if len(rows) > 1 else total).solved(penalty), 0, 1)
             for site in rows
         }
-        error = float(np.mean([np.square(left_out[site] - scores[site]).mean() for site in rows]))
+        squares = {site: np.square(left_out[site] - scores[site]).mean(1) for site in rows}
+        error = float(np.mean([np.average(squares[site], weights=weights[site]) for site in rows]))
         if best is None or error < best[0]:
             best = error, penalty, left_out
     if best is None:
@@ -126,9 +133,10 @@ def fit(signals: Mapping[str, Table], scores: Mapping[str, Table]) -> Fitted:
     return Fitted(model, best[2])
 
 
-def _sums(rows: Table, scores: Table) -> _Sums:
+def _sums(rows: Table, scores: Table, weights: Table) -> _Sums:
     flat, wanted = rows.reshape(-1, rows.shape[-1]), scores.reshape(-1)
-    return _Sums(flat.T @ flat, flat.T @ wanted)
+    weighted = flat * np.repeat(weights, rows.shape[1])[:, None]
+    return _Sums(weighted.T @ flat, weighted.T @ wanted)
 
 
 def _total(parts: Sequence[_Sums]) -> _Sums:
