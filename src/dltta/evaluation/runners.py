@@ -179,7 +179,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @dataclass
 class Local:
-    """This process, or as many others of this machine as there are jobs."""
+    """One job runs in this process, several in others of this machine."""
 
     jobs: int = 1
     threads: int | None = None
