@@ -162,8 +162,8 @@ def bench(
         dltta bench --source data/a --target data/b --methods all -o runs/ab
         dltta bench --model bundles/spleen --target data/b --methods source,tent -o runs/spleen
         dltta bench configs/real/nuclei_tissue.toml --data sites -j 2
-        dltta bench configs/real/nuclei_tissue.toml --data sites --dry-run
-        dltta bench configs/real/nuclei_tissue.toml --data sites -j 8 --on slurm
+        dltta bench configs/real/nuclei_tissue.toml --dry-run
+        dltta bench configs/real/nuclei_tissue.toml --on slurm -j 8
     """
     from dltta.cli.progress import bars
     from dltta.config import build, read_toml

@@ -137,13 +137,9 @@ def _line(task: "Planned") -> str:
 
 
 def _time(seconds: float) -> str:
-    return (
-        f"{seconds:.1f} s"
-        if seconds < 60
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.1f} h"
-    )
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def plan_json(plan: "Plan", jobs: int) -> dict[str, object]:

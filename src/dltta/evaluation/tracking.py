@@ -4,6 +4,7 @@ A stream is known by its key, which carries a checksum of all that decides it; o
 """
 
 import math
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,13 +39,16 @@ class TensorBoard:
 
     def stream(self, key: str, recipe: Recipe, stream: StreamResult) -> None:
         place = self.folder / key
-        if any(place.glob("events.*")):
+        if place.is_dir():
             return
-        with self._writer(str(place)) as writer:
+        beside = self.folder / f".{key}.part"  # whole or not there, as every file of ours
+        shutil.rmtree(beside, ignore_errors=True)
+        with self._writer(str(beside)) as writer:
             for step, name, value in curves(stream):
                 writer.add_scalar(f"case/{name}", value, step)
             scored = {f"stream/{name}": value for name, value in scores(stream).items()}
             writer.add_hparams(settings(recipe, stream), scored, run_name=".")
+        beside.rename(place)
 
 
 class MLflow:
