@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import signal
 from functools import partial
 from pathlib import Path
 
@@ -106,10 +105,6 @@ def refuse():
     raise DataError("no such site")
 
 
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def ignore(task):
     pass
 
@@ -153,6 +148,13 @@ def test_a_worker_goes_to_the_folder_and_finds_the_modules_of_the_task(tmp_path,
     assert (tmp_path / "here").read_text() == "done"
     gone = Work(work.call, 1, folder=str(tmp_path / "gone"))
     assert isinstance(gone(), SettingError)
+
+
+def test_a_preempted_job_is_the_same_again():
+    pytest.importorskip("submitit", reason="submitit is not installed: pip install 'dltta[grid]'")
+    work = Work(pickle.dumps(ignore), 1)
+    again = work.checkpoint()
+    assert (again.function, again.args) == (work, ())
 
 
 class Workers:

@@ -160,7 +160,7 @@ def bench(
     Examples:
         dltta bench --source data/a --target data/b -o runs/ab
         dltta bench --source data/a --target data/b --methods all -o runs/ab
-        dltta bench --model bundles/spleen --target data/b --methods source,tent -o runs/spleen
+        dltta bench --model bundles/spleen --target data/b -o runs/spleen
         dltta bench configs/real/nuclei_tissue.toml --data sites -j 2
         dltta bench configs/real/nuclei_tissue.toml --dry-run
         dltta bench configs/real/nuclei_tissue.toml --on slurm -j 8
