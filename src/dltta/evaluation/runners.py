@@ -316,6 +316,11 @@ class Slurm:
     def __post_init__(self) -> None:
         if self.cluster not in ("slurm", "local"):
             raise SettingError(f"cluster of --on slurm must be slurm or local, got {self.cluster!r}")
+        if self.cluster == "slurm" and shutil.which("sbatch") is None:
+            raise SettingError(
+                "there is no sbatch on this machine; run this where SLURM is, or add --slurm cluster=local to run the "
+                "jobs as processes here"
+            )
 
     def here(self, count: int) -> bool:
         return False
@@ -338,11 +343,6 @@ class Slurm:
                     job.cancel()
 
     def _executor(self, submitit: Any, threads: int) -> Any:
-        if self.cluster == "slurm" and shutil.which("sbatch") is None:
-            raise SettingError(
-                "there is no sbatch on this machine; run this where SLURM is, or add --slurm cluster=local to run the "
-                "jobs as processes here"
-            )
         executor = submitit.AutoExecutor(self.folder, cluster=self.cluster)
         options = {f"slurm_{name}": value for name, value in self.options.items()}
         shared = {"name": "dltta", "cpus_per_task": threads, "gpus_per_node": self.gpus, "timeout_min": 24 * 60}
