@@ -34,6 +34,15 @@ def test_links_lead_somewhere():
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
 
 
+def test_page_on_the_recommended_recipe_is_the_one_that_its_numbers_give():
+    docs = README.parent / "docs"
+    spec = importlib.util.spec_from_file_location("recommended_page", docs / "figures" / "recommended.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    rows = json.loads((docs / "results" / "recommended.json").read_text())
+    assert script.page(rows) == (docs / "recommended.md").read_text()
+
+
 def test_page_on_real_images_is_the_one_that_its_results_give():
     docs = README.parent / "docs"
     spec = importlib.util.spec_from_file_location("real", docs / "figures" / "real.py")
