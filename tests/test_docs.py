@@ -116,5 +116,7 @@ def test_a_default_of_zero_is_shown():
 
 def test_pages_load_nothing_from_the_network():
     for page in PAGES:
-        assert not re.search(r"!\[[^\]]*\]\(https?:|<(script|img|link|iframe)\b", FENCED.sub("", page.read_text())), page
+        assert not re.search(r"!\[[^\]]*\]\(https?:|<(script|img|link|iframe)\b", FENCED.sub("", page.read_text())), (
+            page
+        )
     assert "font: false" in (ROOT / "mkdocs.yml").read_text()

@@ -141,7 +141,10 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "words"),
         [
-            (["nowhere"], "nowhere is not a model: give a folder with model.json, a MONAI bundle, a result folder of nnU-Net"),
+            (
+                ["nowhere"],
+                "nowhere is not a model: give a folder with model.json, a MONAI bundle, a result folder of nnU-Net",
+            ),
             (["nowhere:f"], "there is no module 'nowhere'"),
             (["nowhere:f", "--size", "big"], "is not a size"),
             ([], "Missing argument"),
