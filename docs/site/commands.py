@@ -10,7 +10,8 @@ from dltta.cli.app import app
 PAGE = "reference/commands.md"
 HEAD = """# Commands
 
-Made from the commands themselves; `dltta COMMAND --help` says the same in a terminal, `dltta help TOPIC` explains a topic.
+Made from the commands themselves; `dltta COMMAND --help` says the same in a terminal, `dltta help TOPIC` explains a
+topic.
 Errors are one line and exit code 2. `--json` is for programs.
 """
 

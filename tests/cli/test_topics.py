@@ -3,10 +3,10 @@
 import re
 
 import pytest
-from walking import COMMANDS
 
 from dltta.cli.help import topics
 from streams import typed
+from walking import COMMANDS
 
 TOPICS = topics()
 
