@@ -20,7 +20,7 @@ from dltta.training.fit import Plan, Ranks, TrainingState, learn, supervised
 from dltta.training.source import TaskTraining
 from dltta.training.task import TaskLoss
 from measuring import PeakMemory, breakdown, interleaved, medians, ratio
-from steps import METHODS, PLAIN, TENT_DYNAMIC, baseline, empty_bank, fill, make_adapter, rows, seen_once
+from steps import METHODS, PLAIN, TENT_DYNAMIC, baseline, empty_bank, fill, make_adapter, newer_rows, rows, seen_once
 from workloads import Workload
 
 STREAM = 20_000
@@ -52,6 +52,16 @@ def timing(workload: Workload, settings: argparse.Namespace) -> dict[str, Any]:
         "breakdown": breakdown(dynamic.adapter, dynamic.run, repeats),
         "bank": bank(workload),
     }
+
+
+def methods(workload: Workload, settings: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of a step of every method that the paper does not compare, and their ratio to the plain forward pass."""
+    repeats = settings.repeats or max(2, workload.repeats // 3)
+    made = {name: make(workload) for name, make in newer_rows(workload).items()}
+    rounds = interleaved({name: row.run for name, row in made.items()}, repeats)
+    seconds = medians(rounds)
+    rows = [{"name": name, "seconds": seconds[name], "ratio": ratio(rounds, name, PLAIN)} for name in made]
+    return {"title": workload.title, "repeats": repeats, "rows": rows}
 
 
 def bank(workload: Workload) -> dict[str, Any]:
@@ -112,7 +122,7 @@ def compiled(workload: Workload, settings: argparse.Namespace) -> dict[str, Any]
 def memory(workload: Workload, settings: argparse.Namespace) -> int:
     """Peak bytes of one row beyond what the process had before anything was made."""
     before = PeakMemory.now()
-    row = rows(workload)[settings.row](workload)
+    row = {**newer_rows(workload), **rows(workload)}[settings.row](workload)
     peak = PeakMemory()
     row.run()
     return peak.bytes() - before
@@ -270,6 +280,7 @@ def has_bf16() -> bool:
 
 PARTS = {
     "timing": timing,
+    "methods": methods,
     "options": options,
     "compile": compiled,
     "memory": memory,

@@ -23,7 +23,7 @@ from speed_page import page
 from workloads import WORKLOADS
 
 ROOT = Path(__file__).resolve().parent.parent
-AGAIN = ("timing", "memory", "recall", "stream", "training")
+AGAIN = ("timing", "methods", "memory", "recall", "stream", "training")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -65,6 +65,7 @@ def _collect(settings: argparse.Namespace) -> dict[str, Any]:
     results["workloads"] = {name: _workload(name, part, settings) for name in settings.workloads}
     if "histology" in settings.workloads:
         results["recall"] = part("recall", workloads="histology")
+    results["methods"] = {name: _methods(name, part) for name in settings.workloads if name != "histology"}
     results["stream"] = part("stream")
     results["training"] = part("training")
     return results
@@ -81,6 +82,12 @@ def _workload(name: str, part: Callable[..., Any], settings: argparse.Namespace)
     return measured
 
 
+def _methods(name: str, part: Callable[..., Any]) -> dict[str, Any]:
+    measured: dict[str, Any] = part("methods", workloads=name)
+    _measure_memory(name, measured["rows"], part)
+    return measured
+
+
 def _again(settings: argparse.Namespace, results: dict[str, Any]) -> dict[str, Any]:
     def part(name: str, **options: str) -> Any:
         return _in_a_process(settings, name, options)
@@ -94,8 +101,13 @@ def _again(settings: argparse.Namespace, results: dict[str, Any]) -> dict[str, A
                 row["peak_bytes"] = peaks[row["name"]]
         if "memory" in settings.again:
             _measure_memory(name, measured["rows"], part)
+    if "methods" in settings.again:
+        results["methods"] = {
+            **results.get("methods", {}),
+            **{name: _methods(name, part) for name in settings.workloads},
+        }
     for name in settings.again:
-        if name not in ("timing", "memory"):
+        if name not in ("timing", "methods", "memory"):
             results[name] = part(name, **({"workloads": "histology"} if name == "recall" else {}))
     return results
 

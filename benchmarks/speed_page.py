@@ -14,6 +14,7 @@ def page(results: Mapping[str, Any]) -> str:
         _head(results),
         _goals(results),
         *(_workload(workload) for workload in workloads.values()),
+        _methods(results.get("methods", {}).values()),
         _options(workloads.values()),
         _bank(workloads.values()),
         _recall(results.get("recall"), workloads.get("histology")),
@@ -45,6 +46,24 @@ nobody uses, and a memory of numpy arrays.
 `dltta adapt` from file to file: [speed-adapt.md](speed-adapt.md).
 What a step holds at its peak, counted tensor by tensor: [speed-memory.md](speed-memory.md).
 """
+
+
+def _methods(workloads: Iterable[Mapping[str, Any]]) -> str:
+    """Methods that the paper does not compare, against a plain forward pass."""
+    parts = []
+    for workload in workloads:
+        lines = [f"### {workload['title']}", "", "| step | × plain | ms | peak MB |", "|---|--:|--:|--:|"]
+        for row in workload["rows"]:
+            peak = f"{row['peak_bytes'] / 1e6:.0f}" if "peak_bytes" in row else "–"
+            lines.append(f"| {row['name']} | {row['ratio']:.1f} | {1000 * row['seconds']:.0f} | {peak} |")
+        parts.append("\n".join(lines))
+    if not parts:
+        return ""
+    return (
+        "## Newer methods\n\nAs their authors set them ([methods.md](methods.md)), but: NOTE and RoTTA learn from a "
+        "memory of 8 images with every batch; the authors' learn once in 64 images. EATA, SAR and DeYO learn from "
+        "every prediction, however uncertain: weights are untrained.\n\n" + "\n\n".join(parts) + "\n"
+    )
 
 
 def _goals(results: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dltta import Adapter, Fixed, MemoryBank, Proportional
+from dltta.methods import Method, Optimizer
 from dltta.models.fast import speed_up
 from dltta.models.features import forward_with_features
 from dltta.models.predictions import probabilities
@@ -49,6 +50,37 @@ def rows(workload: Workload) -> dict[str, Make]:
         )
     makers["Tent, dynamic, as released"] = _released
     return makers
+
+
+def newer_rows(workload: Workload) -> dict[str, Make]:
+    """A plain forward pass and a step of every method that the paper does not compare."""
+    makers: dict[str, Make] = {PLAIN: lambda w: _plain(w, PLAIN)}
+    dense = workload.architecture.name == "unet"
+    for method in Method:
+        if not method.facts.of_paper and ("segmentation" if dense else "classification") in method.facts.tasks:
+            makers[_newer_name(method)] = lambda w, method=method: _newer(w, method)
+    return makers
+
+
+def _newer_name(method: Method) -> str:
+    """What is timed: methods that learn from a memory now and then are timed with and for an update of each batch."""
+    often = {"note": ", update with every batch", "rotta": ", update with every batch", "dtta": ", one step of 500"}
+    return f"{method.facts.title}{often.get(method, '')}"
+
+
+def _newer(workload: Workload, method: Method) -> Row:
+    model, x, facts = workload.model(), workload.images(), method.facts
+    task = "segmentation" if workload.architecture.name == "unet" else "classification"
+    objective = workload.newer(method, model)
+    adapter = Adapter(
+        model,
+        objective,
+        *([Fixed(facts.step(task).alpha)] if facts.loss else []),
+        optimizer=torch.optim.Adam if facts.step(task).optimizer == Optimizer.ADAM else torch.optim.SGD,
+        predict=str(facts.predict),
+        mode=str(facts.mode),
+    )
+    return Row(_newer_name(method), lambda: adapter.step(x), len(x), adapter)
 
 
 def baseline(workload: Workload, name: str) -> str:

@@ -3,16 +3,30 @@
 Weights are untrained: time does not depend on them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from dltta.methods import Method
 from dltta.models.encoder import encode, shared_parameters
+from dltta.models.io.factories import arguments, import_object
 from dltta.models.nets.architecture import Architecture
 from dltta.models.parts.autoencoders import DENSENET_LEVELS, UNET_LEVELS, AutoEncoders, LevelOutputs
+from dltta.models.parts.contrast import FeatureMoments, ProjectionHead
+from dltta.models.parts.denoiser import Denoiser
+from dltta.models.parts.normalizer import ImageNormalizer
 from dltta.models.parts.rotation import RotationHead
 from dltta.objectives import ATTA, TTT
+
+LEARNING: dict[str, dict[str, object]] = {  # so that these learn from every batch, also without trained weights
+    "note": {"capacity": 8, "every": 1},
+    "rotta": {"capacity": 8, "every": 1},
+    "eata": {"margin": 2.0, "redundancy": 2.0},
+    "sar": {"margin": 2.0},
+    "deyo": {"certain": 2.0, "threshold": -1.0},
+}
 
 
 @dataclass(frozen=True)
@@ -60,6 +74,26 @@ class Workload:
         shapes = {name: tuple(seen.shape[1:]) for name, seen in watch.take().items()}
         torch.manual_seed(0)
         return ATTA(AutoEncoders(shapes), self.levels, channels)
+
+    def newer(self, method: Method, model: nn.Module) -> object:
+        """The method as its authors set it, with untrained parts, but so that it learns from every batch."""
+        made = import_object(method.facts.path)
+        if method == Method.TTT_PLUS:
+            return self._contrast(model, made)
+        if method == Method.DTTA:
+            dims, channels = self.architecture.spatial_dims, self.architecture.in_channels
+            return made(Denoiser(dims, self.architecture.classes), ImageNormalizer(dims, channels))
+        often = LEARNING.get(method, {})
+        about = {"channels": self.architecture.in_channels, "spatial_dims": self.architecture.spatial_dims}
+        return made(**often, **{key: value for key, value in about.items() if key in arguments(made)})
+
+    def _contrast(self, model: nn.Module, made: Callable[..., object]) -> object:
+        sample = self.images(2)
+        with torch.no_grad():
+            channels = encode(model, self.layer, sample).shape[1]
+        torch.manual_seed(0)
+        moments = [FeatureMoments(torch.zeros(size), torch.eye(size), 1.0, 1.0) for size in (channels, 128)]
+        return made(ProjectionHead(channels), self.layer, shared_parameters(model, self.layer, sample), *moments)
 
     def small(self) -> "Workload":
         """The same kinds of layers on an image that takes milliseconds."""

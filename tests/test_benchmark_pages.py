@@ -10,6 +10,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import harm_page
 import measuring
 import speed_page
+from dltta.methods import Method
+from steps import newer_rows
+from workloads import WORKLOADS
 
 
 def workload():
@@ -108,3 +111,19 @@ def test_runs_of_useless_images():
     assert harm_page._runs([False, True, True, False, True]) == [(1, 3), (4, 5)]
     assert harm_page._runs([True]) == [(0, 1)]
     assert harm_page._runs([False]) == []
+
+
+def test_newer_methods_are_shown_against_a_plain_pass():
+    rows = [{"name": "plain forward", "seconds": 0.1, "ratio": 1.0, "peak_bytes": 2e6}]
+    rows += [{"name": "SAR", "seconds": 0.35, "ratio": 3.46, "peak_bytes": 5e6}]
+    text = speed_page._methods([{"title": "OCT", "repeats": 3, "rows": rows}])
+    assert "| SAR | 3.5 | 350 | 5 |" in text
+    assert speed_page._methods([]) == ""
+
+
+def test_every_newer_method_has_a_row_that_can_be_made():
+    small = WORKLOADS["oct"].small()
+    made = newer_rows(small)
+    assert len(made) == 1 + sum(not method.facts.of_paper for method in Method)
+    for make in made.values():
+        assert make(small).batch == 1

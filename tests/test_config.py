@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image as Pillow
 
-from dltta import Exponential, Fixed, GuardedAdapter, Limits, Proportional, Relative
+from dltta import Exponential, Fixed, GuardedAdapter, Proportional
 from dltta.config import (
     TrainConfig,
     build,
@@ -25,7 +25,8 @@ from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DataError, SettingError
 from dltta.evaluation.experiment import Experiment
 from dltta.models.statistics import Running
-from dltta.objectives import Tent
+from dltta.quality.candidates import Plan
+from dltta.quality.choosing import ChoosingAdapter
 from dltta.recipes import Recipe, paper, recommended
 from dltta.training import TrainingSettings
 from methods import LayerWise, Prototypes
@@ -87,13 +88,12 @@ def test_a_fixed_rate_needs_no_memory_and_methods_without_a_loss_no_rate():
         assert (adapter.rate, adapter.memory, adapter.steps) == (None, None, 0)
 
 
-def test_the_recommended_recipe_of_a_model_without_calibration_is_guarded_with_batch_statistics():
+def test_the_recommended_recipe_of_a_model_that_did_not_rehearse_mixes_as_intent_does():
     adapter = make_adapter(segmenter(), recommended())
-    assert isinstance(adapter, GuardedAdapter)
-    assert adapter.guard.limits == Limits()
-    assert isinstance(adapter.rate, Relative)
-    assert (adapter.memory.pool, adapter.memory.ready) == (8, "neighbors")
-    assert adapter.objective == Tent()
+    assert isinstance(adapter, ChoosingAdapter)
+    assert adapter.plan == Plan(("source", "batch", "blended"))
+    step = adapter.step(torch.rand(1, 1, 8, 12))
+    assert (step.decision.candidate, step.decision.expected) == ("entropy", None)
 
 
 def test_shrinkage_statistics_of_a_model_without_calibration_are_refused():

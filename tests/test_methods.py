@@ -64,6 +64,20 @@ def test_every_method_runs_under_every_rate(method, rate):
     assert all(step.rate is not None and step.rate >= 0 for step in steps)
 
 
+@pytest.mark.parametrize("method", [method for method in ALONE if method != "source"])
+def test_under_the_guard_a_saved_state_goes_on_as_the_adapter_did(method):
+    recipe = recipe_for(method, guard=True, settings=OFTEN.get(method))
+    one, other = (make_adapter(segmenter(), recipe) for _ in range(2))
+    images = stream((1, 1, 8, 8), 4)
+    for x in images[:2]:
+        one.step(x)
+    other.load_state_dict(one.state_dict())
+    for x in images[2:]:
+        first, second = one.step(x), other.step(x)
+        assert torch.equal(first.logits, second.logits)
+        assert first.decision.outcome == second.decision.outcome
+
+
 @pytest.mark.parametrize("method", ALONE)
 def test_a_setting_that_a_method_does_not_have_is_refused_with_those_it_has(method):
     with pytest.raises(DlttaError, match=f"there is no setting of {method} 'capacitty'"):

@@ -7,6 +7,8 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import pytest
 
+from dltta.quality.decision import Outcome
+
 NOTEBOOKS = Path(__file__).parent.parent / "examples" / "notebooks"
 
 
@@ -51,6 +53,7 @@ def test_own_model(tmp_path, monkeypatch, capsys):
 def test_reading_a_stream(tmp_path, monkeypatch):
     scope = run("reading_a_stream", tmp_path, monkeypatch)
     assert len(scope["cases"]) == 10
+    assert {line["decision"] for line in scope["cases"]} <= set(map(str, Outcome))
     assert scope["found"]["before"] == scope["found"]["after"] == []
     assert len(scope["found"]["altered"]) == 1
     assert scope["newest"] > max(scope["versions"])

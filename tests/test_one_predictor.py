@@ -13,6 +13,8 @@ from PIL import Image as Pillow
 from dltta.config import default_preprocessing, make_adapter, open_dataset
 from dltta.data.case import Mapped
 from dltta.data.inbox import find_incoming
+from dltta.evaluation import rehearsal
+from dltta.evaluation.home import rehearse_checkpoint
 from dltta.evaluation.run import run_stream
 from dltta.models.io.opened import OpenedModel, Window
 from dltta.models.io.opening import open_checkpoint, open_model
@@ -102,6 +104,7 @@ def train(site: str, folder: Path, patch: tuple[int, ...] | None = None) -> Open
         autoencoder_epochs=1, autoencoder_width=8,
     )  # fmt: skip
     SourceTraining([dataset], network, default_preprocessing(dataset), settings, folder, torch.device("cpu")).run()
+    rehearse_checkpoint(folder, [dataset], settings, device=torch.device("cpu"))
     return open_model(str(folder))
 
 
@@ -123,7 +126,12 @@ class Sites:
 
 @pytest.fixture(scope="module")
 def sites(tmp_path_factory):
-    return Sites(tmp_path_factory.mktemp("sites"))
+    """Their models rehearse at two simulated sites with a few cases."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("MOST_SITES", "FEWEST_SITES"):
+            patch.setattr(rehearsal, name, 2)
+        patch.setattr(rehearsal, "CASES", {"segmentation": {1: 3}, "classification": {4: 4}})
+        yield Sites(tmp_path_factory.mktemp("sites"))
 
 
 class Recording:
@@ -177,6 +185,9 @@ def compare(sites, tmp_path, way, recipe):
     if way != "slices":
         for row, line in zip(rows, found, strict=True):
             assert (row.loss, row.discrepancy, row.rate) == (line["loss"], line["discrepancy"], line["rate"])
+            if recipe.name == "recommended":
+                told = tuple(line[key] for key in ("candidate", "quality", "quality_low", "quality_high", "review"))
+                assert (row.candidate, row.quality, row.quality_low, row.quality_high, row.review) == told
     if recipe.rate in ("dynamic", "relative") and recipe.method != "source" and recipe.name != "recommended":
         assert found[-1]["discrepancy"] is not None
     return measured
@@ -211,6 +222,6 @@ def test_python_and_the_shell_have_the_same_defaults_and_record_what_ran(sites, 
     assert begun == lines(tmp_path / "shell")[0]
     expected = recommended().resolved("segmentation", calibrated=True)
     assert begun["recipe"] == expected.as_json()
-    ran = (begun["recipe"]["statistics"], begun["recipe"]["rate"], begun["recipe"]["guard"], begun["recipe"]["pool"])
-    assert ran == ("shrinkage", "relative", True, 8)
+    ran = (begun["recipe"]["method"], begun["recipe"]["rate"], begun["recipe"]["effort"], begun["rehearsed"])
+    assert ran == ("recommended", "none", "default", True)
     assert told(tmp_path / "python") == told(tmp_path / "shell")

@@ -40,3 +40,13 @@ def test_page_on_real_images_is_the_one_that_its_results_give():
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     assert script.page(json.loads((docs / "results" / "real.json").read_text())) == (docs / "real.md").read_text()
+
+
+def test_the_safety_page_names_tests_that_are_there():
+    page, tests = (README.parent / "docs" / "safety.md").read_text(), README.parent / "tests"
+    known = "\n".join(path.read_text() for path in tests.rglob("test_*.py"))
+    names, files = re.findall(r"`(test_\w+|Test\w+)`", page), re.findall(r"`tests/([\w/]+\.py)`", page)
+    assert len(names) > 15
+    assert len(files) > 10
+    assert [name for name in names if not re.search(rf"(def|class) {name}\b", known)] == []
+    assert [name for name in files if not (tests / name).is_file()] == []

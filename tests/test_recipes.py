@@ -25,7 +25,7 @@ def test_the_papers_values_for_segmentation_by_hand():
         "momentum": 0.0, "betas": [0.9, 0.999], "predict": "after", "settings": {},
         "mode": "continual", "batch_size": 1, "batches_kept": 20, "neighbors": 8, "ready": "full",
         "distance": "l2", "positions": "mean",
-        "pool": None, "prefill": False, "guard": False, "name": "paper",
+        "pool": None, "prefill": False, "guard": False, "effort": "default", "name": "paper",
     }  # fmt: skip
 
 
@@ -36,13 +36,20 @@ def test_the_papers_values_for_classification_by_hand():
 
 
 def test_the_recommended_recipe_by_hand():
-    assert recommended().resolved("segmentation", calibrated=True).as_json() == {
-        "method": "tent", "rate": "relative", "alpha": 1e-3, "statistics": "shrinkage", "optimizer": "sgd", "steps": 1,
-        "momentum": 0.0, "betas": [0.9, 0.999], "predict": "after", "settings": {},
-        "mode": "continual", "batch_size": 1, "batches_kept": 20, "neighbors": 8, "ready": "neighbors",
-        "distance": "l2", "positions": "mean", "pool": 8, "prefill": False, "guard": True, "name": "recommended",
+    found = recommended().resolved("segmentation", calibrated=True)
+    assert (found.method, found.rate, found.batch_size, found.effort, found.guard) == (
+        "recommended", "none", 1, "default", False,
+    )  # fmt: skip
+    assert recommended().resolved("classification", calibrated=False).batch_size == 200
+    assert recommended().deciding() == {
+        "method": "recommended", "batch_size": None, "mode": None, "effort": "default",
     }  # fmt: skip
-    assert recommended().resolved("segmentation", calibrated=False).statistics == "batch"
+
+
+def test_effort_is_for_recommended():
+    assert recipe_for("recommended", effort="low") == replace(recommended(), effort="low")
+    with pytest.raises(SettingError, match="effort is for recommended"):
+        recipe_for("tent", effort="low")
 
 
 def test_statistics_that_were_chosen_do_not_depend_on_the_calibration():
@@ -66,7 +73,7 @@ def test_the_memory_holds_the_neighbors_however_small_the_batches(batch_size, ke
 
 
 def test_methods_without_a_loss_have_no_rate():
-    for method in ("source", "ptbn", "t3a", "uda-st", "cyclegan", "udas", "uda-swav"):
+    for method in ("source", "ptbn", "t3a", "recommended", "uda-st", "cyclegan", "udas", "uda-swav"):
         assert Recipe(method, "dynamic").rate == "none"
     assert Recipe("tent").rate == "dynamic"
 
@@ -250,9 +257,8 @@ def test_nothing_heavy_is_imported_for_a_recipe():
 
 
 DEFAULTS = {
-    "alpha": (1e-3, 3e-4), "batch_size": (200,), "batches_kept": (20, 4), "neighbors": (8, 12), "pool": (8,),
-    "guard": (True,), "ready": ("neighbors", "NEIGHBORS"), "statistics": ("shrinkage", "SHRINKAGE"),
-    "rate": ("relative", "RELATIVE"),
+    "alpha": (1e-3, 3e-4), "batch_size": (200,), "batches_kept": (20, 4), "neighbors": (8, 12),
+    "statistics": ("batch", "BATCH"),
 }  # fmt: skip
 MAKERS = ("Recipe", "replace", "changed", "recipe_for", "paper", "dict")
 
@@ -272,10 +278,10 @@ def repeated_defaults(code):
 
 
 def test_paper_and_recommended_are_written_once():
-    assert list(repeated_defaults("replace(recipe, guard=True)")) == ["guard=True"]
-    assert list(repeated_defaults("Recipe('tent', rate=Rule.RELATIVE, pool=8)")) == ["rate=RELATIVE", "pool=8"]
+    assert list(repeated_defaults("replace(recipe, neighbors=8)")) == ["neighbors=8"]
+    assert list(repeated_defaults("Recipe(statistics=Statistics.BATCH)")) == ["statistics=BATCH"]
     assert list(repeated_defaults("{'alpha': 1e-3, 'steps': 1}")) == ["alpha=0.001"]
-    assert set(repeated_defaults((SOURCE / "recipes.py").read_text())) >= {"neighbors=8", "guard=True", "pool=8"}
+    assert set(repeated_defaults((SOURCE / "recipes.py").read_text())) >= {"neighbors=8"}
     others = [path for path in sorted(SOURCE.rglob("*.py")) if path.name not in ("recipes.py", "methods.py")]
     found = {str(path.relative_to(SOURCE)): list(repeated_defaults(path.read_text())) for path in others}
     assert {path: repeated for path, repeated in found.items() if repeated} == {}

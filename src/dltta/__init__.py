@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from dltta.core.adapter import Adapter
     from dltta.core.aligned import Aligned
     from dltta.core.discrepancy import symmetric_kl
+    from dltta.core.layer_rates import LAW, PALM
     from dltta.core.memory import MemoryBank
     from dltta.core.rates import Exponential, Fixed, LearningRate, Proportional, Relative, Signals
     from dltta.core.step import Step, Update
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from dltta.recipes import Recipe
 
 __all__ = [
+    "LAW",
+    "PALM",
     "Adapter",
     "Aligned",
     "Decision",
@@ -48,6 +51,7 @@ __all__ = [
 _HOMES = {
     "dltta.core.adapter": ("Adapter",),
     "dltta.core.aligned": ("Aligned",),
+    "dltta.core.layer_rates": ("LAW", "PALM"),
     "dltta.core.step": ("Step", "Update"),
     "dltta.core.discrepancy": ("symmetric_kl",),
     "dltta.core.memory": ("MemoryBank",),

@@ -1,5 +1,6 @@
 """The boundary: names become objects here and nowhere else; an error about a misspelled one says the right one."""
 
+import math
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -13,6 +14,7 @@ import torch
 
 from dltta.core.adapted import OptimizerFactory
 from dltta.core.adapter import Adapter
+from dltta.core.adapter import Mode as AdapterMode
 from dltta.core.aligned import Aligned
 from dltta.core.ensemble import AnyAdapter, Ensemble
 from dltta.core.layer_rates import LAW, PALM
@@ -28,7 +30,7 @@ from dltta.data.preprocessing import Preprocessing
 from dltta.data.sites import SiteFolder, Slices, open_site
 from dltta.data.streams import SiteStream, split_stream
 from dltta.errors import DataError, SettingError, require
-from dltta.methods import METHODS, Method, Optimizer, Predict
+from dltta.methods import METHODS, Method, Mode, Optimizer, Predict
 from dltta.models.calibration import Calibration
 from dltta.models.folds import Folds
 from dltta.models.io.checkpoint import Checkpoint
@@ -36,10 +38,13 @@ from dltta.models.io.factories import arguments, import_object, required_argumen
 from dltta.models.io.opened import OpenedModel
 from dltta.models.nets.architecture import BUILDERS, Architecture
 from dltta.models.normalization import BATCH_STATISTICS, NormalizationStatistics
+from dltta.models.quantiles import SourceValues
 from dltta.models.statistics import Blended, Running, Shrinkage
+from dltta.quality.choosing import ChoosingAdapter, Rehearsed, Yardstick
 from dltta.quality.guard import Guard, Limits, SourceGuard
 from dltta.quality.guarded import GuardedAdapter
-from dltta.recipes import Distance, Positions, Ready, Recipe, Rule, Statistics, UDAName
+from dltta.quality.measures import Usual
+from dltta.recipes import RECOMMENDED, Distance, Positions, Ready, Recipe, Rule, Statistics, UDAName
 from dltta.training.uda import UDAMethod
 from dltta.training.uda.cyclegan import CycleGAN
 from dltta.training.uda.style import StyleTransfer
@@ -90,6 +95,8 @@ def make_adapter(model: Checkpoint | OpenedModel, recipe: Recipe) -> AnyAdapter:
 
 def _make_single(model: Checkpoint | OpenedModel, recipe: Recipe) -> Adapter:
     recipe = recipe.resolved(model.task, calibrated=model.calibration is not None)
+    if recipe.method == RECOMMENDED:
+        return make_choosing(model, recipe)
     if recipe.method == Method.SOURCE:  # exactly
         return Adapter(model.model, make_objective(recipe.method, model, settings=recipe.settings), layout="given")
     if recipe.method in UDA:  # adapted in training
@@ -106,6 +113,20 @@ def _make_single(model: Checkpoint | OpenedModel, recipe: Recipe) -> Adapter:
     if not recipe.guard:
         return Adapter(model.model, objective, **settings)
     return GuardedAdapter(model.model, objective, guard=make_guard(model.calibration, recipe.method), **settings)
+
+
+def make_choosing(model: Checkpoint | OpenedModel, recipe: Recipe) -> ChoosingAdapter:
+    """The adapter of the recommended recipe, resolved; with what the model rehearsed at the nearest batch size."""
+    batch_size = recipe.batch_size or 1
+    mode: AdapterMode = "continual" if recipe.mode == Mode.CONTINUAL else "image-specific"
+    saved = model.rehearsal
+    if saved is None:
+        return ChoosingAdapter(model.model, batch_size=batch_size, mode=mode)
+    nearest = min(saved["batch_sizes"], key=lambda size: abs(math.log(int(size)) - math.log(batch_size)))
+    values = SourceValues(tuple(map(tuple, saved["values"]["mean"])), tuple(saved["values"]["spread"]))
+    yardstick = Yardstick(Usual.from_json(saved["usual"]), values, model.calibration)
+    rehearsed = Rehearsed.from_json(saved["batch_sizes"][nearest][recipe.effort.value])
+    return ChoosingAdapter(model.model, rehearsed, yardstick, batch_size=batch_size, mode=mode)
 
 
 def make_statistics(recipe: Recipe, calibration: Calibration | None) -> NormalizationStatistics:

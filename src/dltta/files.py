@@ -1,13 +1,17 @@
-"""Files that are whole or not there at all, and never written through a symbolic link."""
+"""Files that are whole or not there at all, never written through a symbolic link; tables that are only text."""
 
+import csv
 import errno
+import io
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 PRIVATE, PRIVATE_FOLDER = 0o600, 0o700  # for the owner alone
+_FORMULA = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")  # what spreadsheets compute; apostrophes before it are told apart
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # not on every system
 
 
@@ -34,6 +38,33 @@ def open_atomically(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def csv_table(rows: Iterable[Iterable[object]]) -> str:
+    """Rows as CSV without formulas: a text that a spreadsheet would compute gets an apostrophe in front."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([_as_text(cell) for cell in row] for row in rows)
+    return text.getvalue()
+
+
+def from_csv(cell: str) -> str:
+    """The text that `csv_table` was given."""
+    return cell[1:] if _FORMULA.match(cell[1:]) and cell.startswith("'") else cell
+
+
+def _as_text(cell: object) -> object:
+    if not isinstance(cell, str):
+        return cell
+    text = f"'{cell}" if _FORMULA.match(cell) and not _is_number(cell) else cell
+    return text.replace("\r", " ")  # it would end the row
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return text == text.strip()
 
 
 def open_in_place(path: Path, flags: int, *, mode: int = 0o666) -> int:

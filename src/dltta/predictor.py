@@ -4,10 +4,12 @@ A volume goes through a network for 2-D images slice by slice, an image larger t
 window by window, and images to classify go through it in batches. Every part is one step of the stream.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -19,10 +21,13 @@ from dltta.core.step import Step, Update
 from dltta.data.formats.images import Geometry, Image
 from dltta.data.slices import from_slices, slice_axis
 from dltta.errors import InputError, NonFiniteError
-from dltta.models.io.opened import OpenedModel, Prepared, Sliding
+from dltta.fitting import Extent, Fitting
+from dltta.models.io.opened import OpenedModel, Prepared, Sliding, Window
 from dltta.models.predictions import probabilities
 from dltta.quality.decision import Decision, combine
 from dltta.quality.guarded import GuardedStep, decision_of
+
+PartTick: TypeAlias = Callable[[int, int], None]  # parts of a case that are done, and how many there are
 
 
 class Stepping(Protocol):
@@ -39,9 +44,13 @@ class _Views:
 
     adapter: Stepping
     case: str
+    total: int  # windows; 0 where nobody knows
+    tick: PartTick
     steps: list[Step] = field(default_factory=list)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.total:
+            self.tick(len(self.steps), self.total)
         self.steps.append(self.adapter.step(x, case=f"{self.case}, window {len(self.steps) + 1}"))
         return self.steps[-1].logits.to(x.device)
 
@@ -59,6 +68,7 @@ class Windowed:
 
     adapter: Stepping
     window: Sliding | None = None
+    tick: PartTick = lambda done, total: None
 
     def step(self, x: Tensor, *, case: str | None = None) -> Step:
         """One image x (1, C, *spatial), or several one after the other.
@@ -73,8 +83,13 @@ class Windowed:
             raise InputError(f"{case or 'image'}: {error}") from error
         if whole:
             return self.adapter.step(x, case=case)
-        network = _Views(self.adapter, case or "image")
-        return joined(network.steps, self.window.slide(x, network))
+        spatial = tuple(x.shape[2:])
+        total = self.window.count(spatial) * len(x) if isinstance(self.window, Window) else 0
+        network = _Views(self.adapter, case or "image", total, self.tick)
+        blended = self.window.slide(x, network)
+        if total:
+            self.tick(total, total)
+        return joined(network.steps, blended)
 
 
 def joined(steps: Sequence[Step], logits: Tensor) -> Step:
@@ -113,6 +128,12 @@ class Loaded:
         """Of the first part, as the network takes it."""
         return tuple(self.parts[0].image.shape)
 
+    @property
+    def extent(self) -> Extent:
+        """How large it is, for what memory it needs."""
+        channels, *spatial = self.shape
+        return Extent(tuple(spatial), len(self.parts), math.prod(self.geometry.shape), channels)
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -123,6 +144,7 @@ class Prediction:
     decision: Decision | None = None  # the guard's about this case; None without one
     change: float | None = None  # shadow: share of positions that the adapted model predicts otherwise
     segmented: Tensor | None = None  # (*spatial) the mask, where the model has a way of its own from logits to it
+    window: Sliding | None = None  # that was chosen because the whole did not fit into memory
 
     def labels(self, opened: OpenedModel) -> Tensor:
         """Class values (*spatial), or the class."""
@@ -154,24 +176,48 @@ class Still:
 class Predictor:
     """Predicts cases with an adapter; with a `shadow` (a source model) the adapter only learns, the shadow predicts.
 
-    Without `learning` the adapter predicts as it now is.
+    Without `learning` the adapter predicts as it now is. `fitting` chooses windows for what does not fit into memory;
+    `tick` is told of the parts of a case that are done.
     """
 
     def __init__(
-        self, opened: OpenedModel, adapter: AnyAdapter, shadow: AnyAdapter | None = None, *, learning: bool = True
+        self,
+        opened: OpenedModel,
+        adapter: AnyAdapter,
+        shadow: AnyAdapter | None = None,
+        fitting: Fitting | None = None,
+        tick: PartTick = lambda done, total: None,
+        *,
+        learning: bool = True,
     ) -> None:
-        window = opened.window if opened.task == "segmentation" else None
-        self.opened, self.adapter = opened, adapter
-        self._adapting = [Windowed(each if learning else Still(each), window) for each in _members(adapter)]
-        self._shadow = None if shadow is None else [Windowed(each, window) for each in _members(shadow)]
+        self.opened, self.adapter, self._fitting, self._tick = opened, adapter, fitting, tick
+        self._members: list[Stepping] = [each if learning else Still(each) for each in _members(adapter)]
+        self._sources = None if shadow is None else _members(shadow)
+        self._window = opened.window if opened.task == "segmentation" else None
+        self._use(self._window)
+
+    def _use(self, window: Sliding | None, tick: PartTick = lambda done, total: None) -> None:
+        """Cut images into these windows from now on."""
+        self._adapting = [Windowed(each, window, tick) for each in self._members]
+        self._shadow = None if self._sources is None else [Windowed(each, window) for each in self._sources]
 
     def step(self, x: Tensor, *, case: str | None = None) -> Step:
         """Adapt to a batch x (B, C, *spatial) as the network takes it, and predict it."""
         return _together(self._adapting, x, case)
 
     def segment(self, name: str, loaded: Loaded) -> Prediction:
-        """A whole image, or a volume slice by slice."""
-        predictions = [self._part(name, part) for part in loaded.parts]
+        """A whole image, or a volume slice by slice; in windows of the model, or smaller ones where memory is short."""
+        window = self._window if self._fitting is None else self._fitting.window(loaded.extent)
+        self._use(window, *[self._tick] * (len(loaded.parts) == 1))
+        with enough_memory(name):
+            return replace(self._segment(name, loaded), window=window if window != self._window else None)
+
+    def _segment(self, name: str, loaded: Loaded) -> Prediction:
+        predictions = []
+        for number, part in enumerate(loaded.parts):
+            self._tick(number, len(loaded.parts))
+            predictions.append(self._part(name, part))
+        self._tick(len(predictions), len(predictions))
         if loaded.axis is None:
             return predictions[0]
         volume = from_slices(torch.stack([part.probabilities for part in predictions]), loaded.axis)
@@ -181,6 +227,12 @@ class Predictor:
 
     def classify(self, names: Sequence[str], loaded: Sequence[Loaded]) -> list[Prediction]:
         """Images of one shape, together."""
+        if self._fitting is not None:
+            self._fitting.require(replace(loaded[0].extent, inputs=len(loaded)))
+        with enough_memory(names[0]):
+            return self._classify(names, loaded)
+
+    def _classify(self, names: Sequence[str], loaded: Sequence[Loaded]) -> list[Prediction]:
         x = torch.stack([item.parts[0].image for item in loaded])
         case = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         step, shown = self._ask(x, case)
@@ -240,6 +292,30 @@ def _together(members: Sequence[Windowed], x: Tensor, case: str | None) -> Step:
         logits += step.logits
     logits /= len(steps)
     return joined(steps, logits)
+
+
+@contextmanager
+def enough_memory(case: str) -> Iterator[None]:
+    """Turns what allocators raise when there is no more memory into one sentence about the case."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not _is_of_memory(error):
+            raise
+        raise InputError(
+            f"{case}: not enough memory; give a smaller --max-memory or --patch, or end other programs"
+        ) from error
+    except InputError as error:
+        if error.__cause__ is None or not _is_of_memory(error.__cause__):
+            raise
+        raise InputError(
+            f"{case}: not enough memory; give a smaller --max-memory or --patch, or end other programs"
+        ) from error
+
+
+def _is_of_memory(error: BaseException) -> bool:
+    said = str(error)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in said or "alloc_cpu" in said
 
 
 def _finite(step: Step, case: str) -> Tensor:

@@ -41,10 +41,12 @@ class UDAName(StrEnum):
 
 
 UDA = tuple(UDAName)
-WITHOUT_RATE = (*(method for method in Method if not method.facts.loss), *UDA)
+WITHOUT_RATE = (*(method for method in Method if not method.facts.loss), RECOMMENDED, *UDA)
 ALL = "all"  # of a comparison: every method that the model supports
 MATCHED = "matched"  # in a comparison: fixed at the mean rate of the dynamic stream
-CONTROLS = (MATCHED,)  # rates that need another stream to have run
+SHUFFLED = "shuffled"  # in a comparison: the rates of the dynamic stream in random order
+CONTROLS = (MATCHED, SHUFFLED)  # rates that need another stream to have run
+ADAM = "adam"  # as a rate: a fixed one with Adam, as Tent's authors take it (adam:1e-3)
 
 
 class Statistics(StrEnum):
@@ -54,6 +56,13 @@ class Statistics(StrEnum):
     SHRINKAGE = "shrinkage"
     BLENDED = "blended"
     RUNNING = "running"
+
+
+class Effort(StrEnum):
+    """How many passes of the network `recommended` may take for an image: 6, or 3."""
+
+    DEFAULT = "default"
+    LOW = "low"
 
 
 class Ready(StrEnum):
@@ -109,6 +118,7 @@ class Recipe:
     prefill: bool = False  # the memory begins with the pairs of source images that the checkpoint keeps
     guard: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the method: keyword arguments of its class
+    effort: Effort = Effort.DEFAULT  # of `recommended`
     name: str = "own"
 
     def __post_init__(self) -> None:
@@ -144,6 +154,7 @@ class Recipe:
         measured = self.rate == Rule.RELATIVE or self.guard or self.statistics in (None, Statistics.SHRINKAGE)
         known = METHODS.get(self.method)
         measured = measured or (known is not None and known.facts.calibration)
+        measured = measured or self.method == RECOMMENDED
         return measured and self.method not in (Method.SOURCE, *UDA)
 
     def as_json(self) -> dict[str, Any]:
@@ -157,6 +168,8 @@ class Recipe:
         del values["name"]
         if self.method in (Method.SOURCE, *UDA):
             return {"method": values["method"], "batch_size": values["batch_size"]}
+        if self.method == RECOMMENDED:
+            return {key: values[key] for key in ("method", "batch_size", "mode", "effort")}
         if self.method in WITHOUT_RATE and not self.guard:
             return {key: values[key] for key in ("method", "batch_size", "statistics", "mode", "settings")}
         if self.rate in WITHOUT_MEMORY:
@@ -174,35 +187,36 @@ def paper(method: str = Method.TENT, rate: str = Rule.DYNAMIC) -> Recipe:
 
 
 def recommended() -> Recipe:
-    """What `dltta adapt` runs unless told otherwise.
+    """What `dltta adapt` runs unless told otherwise: for each image the prediction that rehearsal expects to be best.
 
-    - Tent, because it works with every network that has affine normalization and moved least where it could not help
-    - shrinkage statistics, which leave source images alone; nothing in them is tuned (docs/choosing.md)
-    - the relative rate, whose α means the same in every task
-    - recall from `neighbors` pairs on, keys of 8 positions per axis: images of any size, from the first ones on
-    - the guard, with limits measured on source images (docs/guard.md)
+    Candidates are the source model, batch normalization by other statistics, and mixtures of these. Which are computed,
+    what to expect of each and by what margins to choose was found where labels exist, at the source site
+    (docs/rehearsal.md). A model that was not rehearsed with runs an entropy-weighted mixture of them.
     """
-    return Recipe(
-        Method.TENT, Rule.RELATIVE, statistics=None, ready=Ready.NEIGHBORS, pool=8, guard=True, name=RECOMMENDED
-    )
+    return Recipe(RECOMMENDED, NO_RATE, name=RECOMMENDED)
 
 
 def recipe_for(method: str, rate: str | None = None, **changes: Any) -> Recipe:
     """The recipe that a method's name stands for; `recommended` brings its own rate, rule by rule.
 
     Methods that the paper does not compare have the rate of their authors, most often fixed, unless another is named.
-    A rate may carry its α: `fixed:1e-2`. Changes that are None are not made; `recommended` takes a batch size only.
+    A rate may carry its α: `fixed:1e-2`. Changes that are None are not made; `recommended` takes batch size, mode
+    and effort only.
     """
     given = {key: value for key, value in changes.items() if value is not None}
     if method == RECOMMENDED:
-        refused = [*(["rate"] if rate is not None else []), *sorted(set(given) - {"batch_size", "mode"})]
+        refused = [*(["rate"] if rate is not None else []), *sorted(set(given) - {"batch_size", "mode", "effort"})]
         if refused:
             option = refused[0].replace("_", "-")
             raise SettingError(f"recommended chooses its own {option}; name a method to set it, such as --method tent")
         return replace(recommended(), **given)
+    if "effort" in given:
+        raise SettingError(f"effort is for recommended; {method} costs what it costs")
     rule, alpha = split_rate(rate) if rate is not None else (usual_rate(method), None)
     if alpha is not None:
         given["alpha"] = alpha
+    if rule == ADAM:
+        rule, given["optimizer"] = Rule.FIXED, Optimizer.ADAM
     return paper(check_name("method", method, (*Method, *UDA, RECOMMENDED)), rule).changed(**given)
 
 
@@ -239,7 +253,7 @@ def _of_step(step: Step, chosen: Optimizer | None) -> dict[str, Any]:
 def split_rate(rate: str) -> tuple[str, float | None]:
     """`fixed:1e-2` is the rule and its α; without one the recipe's α holds. `package.module:Class` is a rule."""
     name, colon, alpha = rate.rpartition(":") if ":" in rate else (rate, "", "")
-    known = [str(rule) for rule in (*Rule, *CONTROLS)]
+    known = [str(rule) for rule in (*Rule, ADAM, *CONTROLS)]
     if colon and name not in known and alpha.isidentifier():
         return rate, None
     require("rate", name, known)
@@ -266,7 +280,7 @@ def choice(field: str, value: Any, kind: type[StrEnum]) -> StrEnum:
 
 _CHOICES: dict[str, type[StrEnum]] = {
     "statistics": Statistics, "optimizer": Optimizer, "mode": Mode, "ready": Ready, "distance": Distance,
-    "positions": Positions, "predict": Predict,
+    "positions": Positions, "predict": Predict, "effort": Effort,
 }  # fmt: skip
 _PAPER: dict[Task, dict[str, Any]] = {  # Sec. IV
     "segmentation": {"batches_kept": 20, "neighbors": 8},

@@ -405,7 +405,7 @@ class TestErrors:
         done, out, err = dltta(*given)
         notice, bar, sentence = err.splitlines()
         assert (done, out) == (2, "")
-        assert notice.startswith("warning: no calibration: ")
+        assert notice.startswith("warning: the model was not rehearsed with: ")
         assert bar.startswith("adapt ")
         assert sentence.startswith("error: ")
         assert words in sentence
@@ -534,7 +534,8 @@ class TestState:
     def output(self, dltta, checkpoint, folders):
         images, output = folders
         write_images(images, 3, size=(20, 24))
-        assert dltta("adapt", "-m", checkpoint, "-i", images, "-o", output)[0] == 0
+        given = ("adapt", "-m", checkpoint, "-i", images, "-o", output, "--method", "tent", "--guard")
+        assert dltta(*given)[0] == 0
         return output
 
     def test_list_and_show(self, dltta, output):
@@ -562,7 +563,8 @@ class TestState:
     def test_roll_back_and_go_on(self, dltta, output, checkpoint, folders):
         done, out, _ = dltta("state", "rollback", output, "--to", "1")
         assert (done, out) == (0, f"{output}: version 4 is version 1 again\n")
-        assert dltta("adapt", "-m", checkpoint, "-i", folders[0], "-o", output, "--resume")[0] == 0
+        same = ("-m", checkpoint, "-i", folders[0], "-o", output, "--method", "tent", "--guard")
+        assert dltta("adapt", *same, "--resume")[0] == 0
         assert dltta("state", "list", output)[1].splitlines()[-1].split()[-3:] == ["rollback", "to", "1"]
 
     def test_verify(self, dltta, output):

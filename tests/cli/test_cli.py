@@ -7,6 +7,7 @@ import pytest
 from dltta.models.io.checkpoint import load_checkpoint
 from streams import typed
 
+pytestmark = pytest.mark.usefixtures("short_rehearsal")
 AWAY = ("--target", "phantom:oct:cirrus:4")
 
 

@@ -12,7 +12,7 @@ from dltta.errors import DataError, SettingError
 from dltta.evaluation.experiment import Experiment, run_experiment
 from dltta.evaluation.results import Results
 from dltta.models.io.checkpoint import load_checkpoint, save_checkpoint
-from dltta.recipes import Recipe
+from dltta.recipes import Recipe, paper, recipe_for
 from dltta.training import TrainingSettings
 
 
@@ -169,14 +169,20 @@ def test_sites_below_a_root_are_named_without_it(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("short_rehearsal")
 def test_matched_runs_at_the_mean_rate_of_the_dynamic_stream(finished, tmp_path):
     folder, _ = finished
-    rates = ("matched", "dynamic", "fixed:1e-2")
+    rates = ("matched", "shuffled", "dynamic", "fixed:1e-2", "adam:1e-3")
     results = run_experiment(small(tmp_path, work=str(folder), methods=("ptbn", "tent", "recommended"), rates=rates))
     by_rate = {(stream.method, stream.rate): stream for stream in results.streams}
     dynamic = [case.rate for case in by_rate["tent", "dynamic"].cases]
     assert {case.rate for case in by_rate["tent", "matched"].cases} == {fmean(dynamic)}
+    shuffled = [case.rate for case in by_rate["tent", "shuffled"].cases]
+    assert sorted(shuffled) == sorted(dynamic)
+    assert shuffled != dynamic
     assert {case.rate for case in by_rate["tent", "fixed:1e-2"].cases} == {1e-2}
+    assert {case.rate for case in by_rate["tent", "adam:1e-3"].cases} == {1e-3}
+    assert recipe_for("tent", "adam:1e-3") == replace(paper("tent", "fixed"), alpha=1e-3, optimizer="adam", name="own")
     assert [rate for method, rate in by_rate if method == "recommended"] == ["none"]
     assert all(case.decision is not None for case in by_rate["recommended", "none"].cases)
 
@@ -239,3 +245,36 @@ def test_a_translated_network_runs_in_a_stream(tmp_path, monkeypatch):
 def test_settings_of_these_methods_are_checked_before_anything_runs(tmp_path, uda, words):
     with pytest.raises(SettingError, match=words):
         small(tmp_path, uda=uda)
+
+
+# methods newer than the paper
+
+
+def jobs(experiment):
+    return {(job.method, job.rate): experiment.recipe(job) for job in experiment.jobs() if job.method != "source"}
+
+
+def test_a_method_with_a_rule_of_its_authors_runs_with_it_too(tmp_path):
+    experiment = small(tmp_path, methods=("tent", "grata", "t3a"), rates=("fixed", "dynamic"))
+    rates = {method: [rate for name, rate in jobs(experiment) if name == method] for method in experiment.methods}
+    assert rates == {"tent": ["fixed", "dynamic"], "grata": ["aligned", "fixed", "dynamic"], "t3a": ["none"]}
+
+
+def test_what_one_method_has_alone_is_given_by_its_name(tmp_path):
+    own = {"dtta": {"steps": 5, "alpha": 0.5}, "rotta": {"settings": {"capacity": 4}}}
+    experiment = small(tmp_path, methods=("tent", "dtta", "rotta"), rates=("fixed",), recipes=own)
+    found = {
+        method: recipe.resolved("segmentation", calibrated=False) for (method, _), recipe in jobs(experiment).items()
+    }
+    assert (found["dtta"].steps, found["dtta"].alpha, found["dtta"].mode) == (5, 0.5, "image-specific")
+    assert (found["rotta"].steps, found["rotta"].settings, found["rotta"].alpha) == (1, {"capacity": 4}, 1e-3)
+    assert (found["tent"].steps, found["tent"].alpha, found["tent"].settings) == (1, 1e-3, {})
+    with pytest.raises(SettingError, match=r"no key in \[recipes.dtta\] 'stepps'; did you mean 'steps'"):
+        small(tmp_path, recipes={"dtta": {"stepps": 5}})
+
+
+def test_all_trains_what_methods_of_the_task_need(tmp_path):
+    every = small(tmp_path, methods=("all",))
+    assert every.with_all_parts().training.with_ == ("ttt", "ttt++", "dtta", "atta")
+    classes = replace(every, source=("phantom:histology:hospital_0:4",), targets=("phantom:histology:hospital_2:4",))
+    assert classes.with_all_parts().training.with_ == ("ttt", "ttt++", "atta")

@@ -208,7 +208,7 @@ class TestBench:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            (("--source", "a"), "needs source sites or a model, not both"),
+            (("--source", "a"), "has source sites to train on or a model, not both"),
             (("--seeds", "2"), "a given model is one network, got 2 seeds"),
             (("--methods", "ttt"), "rotation head"),
             (("--methods", "cyclegan"), "cyclegan learns with source images; give --source, not a model"),

@@ -45,4 +45,4 @@ def test_codes_are_text_in_a_log_and_can_be_counted():
     line = json.loads(json.dumps({"decision": SOURCE.outcome, "reason": SOURCE.reason}))
     assert line == {"decision": "source", "reason": "constant-image"}
     assert Counter(each.reason for each in (SOURCE, KEPT, SOURCE)) == {"constant-image": 2, "change": 1}
-    assert len(set(Reason)) == len({reason.value for reason in Reason}) == 11
+    assert len(set(Reason)) == len({reason.value for reason in Reason}) == 12

@@ -7,9 +7,10 @@ from contextlib import nullcontext
 import pytest
 
 from dltta.data.inbox import find_incoming
-from dltta.errors import StateError
+from dltta.errors import SettingError, StateError
 from dltta.files import open_atomically
-from streams import classifier, left, lines, run, segmenter, write_images
+from dltta.serving.verification import verify
+from streams import classifier, left, lines, run, save_model, segmenter, write_images
 
 pytestmark = pytest.mark.usefixtures("no_power_cut")
 
@@ -128,3 +129,19 @@ def test_state_and_log_are_for_the_owner_alone(images, tmp_path, make):
     folders = {stat.S_IMODE(path.stat().st_mode) for path in private if path.is_dir()}
     assert (modes, folders) == ({0o600}, {0o700})
     assert len(left(tmp_path / "out")) > 8
+
+
+@pytest.mark.parametrize("inside", ["predictions", "state", "new/deeper"])
+def test_a_stream_does_not_grow_within_another(images, tmp_path, inside):
+    run(segmenter(), images, tmp_path / "out")
+    with pytest.raises(SettingError, match="lies in the stream of"):
+        run(segmenter(), images, tmp_path / "out" / inside)
+    assert verify(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("inside", [".", "predictions"])
+def test_a_stream_does_not_grow_within_a_model(images, tmp_path, inside):
+    model = save_model(tmp_path / "model")
+    with pytest.raises(SettingError, match="lies in the model"):
+        run(segmenter(), images, model / inside)
+    assert not (model / inside / "state").exists()

@@ -86,11 +86,14 @@ def test_without_a_guard_there_is_nothing_to_count(images, tmp_path):
 
 
 def test_a_model_without_calibration_is_announced_before_the_first_image(tmp_path):
-    (notice,) = Stream(segmenter(), tmp_path / "out").notices()
+    (notice,) = Stream(segmenter(), tmp_path / "out", settings()).notices()
     assert notice.startswith("no calibration: ")
     assert notice.endswith("train it with `dltta train`")
     calibrated = segmenter(calibration=Calibration({}, {}, {"shares": [[0, 1]] * 3}))
     assert Stream(calibrated, tmp_path / "out", settings()).notices() == []
+    (notice,) = Stream(segmenter(), tmp_path / "out").notices()
+    assert notice.startswith("the model was not rehearsed with: an entropy-weighted mixture")
+    assert notice.endswith("run `dltta calibrate`")
 
 
 def test_the_log_says_whether_the_model_was_calibrated(images, tmp_path):
@@ -102,7 +105,8 @@ def test_the_log_says_whether_the_model_was_calibrated(images, tmp_path):
 def test_the_command_tells_it(images, tmp_path, decide, monkeypatch, capsys, as_json):
     decide(*[FAR] * 5)
     save_model(tmp_path / "model")
-    arguments = ["adapt", "-m", tmp_path / "model", "-i", images, "-o", tmp_path / "out"]
+    arguments = ["adapt", "-m", tmp_path / "model", "-i", images, "-o", tmp_path / "out", "--method", "tent"]
+    arguments += ["--guard"]
     code, out, err = typed(monkeypatch, capsys, *arguments, *(["--json"] if as_json else []))
     assert code == 3
     assert err.startswith("warning: no calibration: ")

@@ -505,6 +505,7 @@ def test_two_processes_train_one_model(tmp_path):
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port),
         "-m", "dltta", "train", "-i", "phantom:oct:spectralis:8", "-o", str(tmp_path / "model"), "--epochs", "2",
+        "--no-rehearse",
         "--batch-size", "4", "--with", "ttt,atta", "--json",
     ]  # fmt: skip
     config = tmp_path / "small.toml"

@@ -1,13 +1,14 @@
 """`dltta adapt`: the main job, predictions for images as they arrive."""
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
+from dltta.cli.messages import Messages
 from dltta.cli.options import (
     FLAG,
     MODEL_HELP,
@@ -21,8 +22,9 @@ from dltta.cli.options import (
     split_size,
 )
 from dltta.errors import SettingError
+from dltta.machine import parse_bytes
 from dltta.methods import PAPER_METHODS, Method, Mode, Optimizer
-from dltta.recipes import RECOMMENDED, Recipe, Statistics, check_name, recipe_for, split_rate
+from dltta.recipes import RECOMMENDED, Effort, Recipe, Statistics, check_name, recipe_for, split_rate
 from dltta.serving.settings import Deployment, OnError, StreamSettings
 
 if TYPE_CHECKING:
@@ -77,7 +79,7 @@ class Adapting:
         typer.Option(
             "--guard/--no-guard",
             metavar=FLAG,
-            help="Whether updates that would do harm are undone (docs/guard.md). recommended has it on.",
+            help="Whether updates that would do harm are undone (docs/guard.md). Not for recommended.",
             show_default="no guard, as in the paper",
         ),
     ] = None
@@ -98,7 +100,7 @@ class Adapting:
             metavar="NAME",
             help="What batch normalization uses: batch (of the test images), shrinkage (between those and the "
             "source's, by how far they differ), blended (half of each), running (a moving average).",
-            show_default="batch; recommended: shrinkage for a calibrated model",
+            show_default="batch; recommended chooses",
         ),
     ] = None
     batch_size: Annotated[
@@ -121,7 +123,15 @@ class Adapting:
         typer.Option(
             metavar="N",
             help="Average the memory's features to N positions per axis, for images of different sizes.",
-            show_default="no; recommended: 8",
+            show_default="no",
+        ),
+    ] = None
+    effort: Annotated[
+        Effort | None,
+        typer.Option(
+            metavar="HOW",
+            help="recommended: default (up to 6 passes of the network per image) or low (up to 3).",
+            show_default="default",
         ),
     ] = None
     settings: Annotated[
@@ -131,6 +141,14 @@ class Adapting:
             metavar="NAME=VALUE",
             help="A setting of the method, such as capacity=16. Repeat for several.",
             show_default="the method's",
+        ),
+    ] = None
+    max_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Predict images in windows, or refuse them, if they would take more memory than this, such as 8GB.",
+            show_default="half of the machine's; resumed: as begun",
         ),
     ] = None
     prefill: Annotated[
@@ -163,6 +181,7 @@ class Adapting:
             pool=self.pool,
             prefill=self.prefill or None,
             settings=split_settings(self.settings) or None,
+            effort=self.effort,
         )
 
     @property
@@ -264,6 +283,22 @@ class Writing:
             help="Name predictions and log lines by a hash of the image instead of its file name.",
         ),
     ] = False
+    messages: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Also write what is said (warnings, skipped cases, the end) into this file, which is rotated.",
+            show_default="none",
+        ),
+    ] = None
+    new_uids: Annotated[
+        bool,
+        typer.Option(
+            "--new-uids",
+            metavar=FLAG,
+            help="With --anonymize: DICOM segmentations get new identifiers, which do not lead back to the images.",
+        ),
+    ] = False
     sign: Annotated[
         Path | None,
         typer.Option(
@@ -290,6 +325,18 @@ def adapt(
     writing: Writing,
     own: OwnModel,
     device: Device = "cpu",
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="What dltta calibrate wrote for a bundle or a model of your own code.",
+            show_default="that of the model folder",
+        ),
+    ] = None,
+    fail_on_review: Annotated[
+        bool,
+        typer.Option("--fail-on-review", metavar=FLAG, help="Exit code 3 if any prediction should be reviewed."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Adapt a model to unlabeled images one after the other, and write a prediction for each.
@@ -307,9 +354,18 @@ def adapt(
     from dltta.serving.folder import Stream
     from dltta.serving.maintenance import predicted_names
 
+    messages = Messages(writing.messages)
+    if writing.messages is not None and writing.messages.resolve().is_relative_to(output.resolve()):
+        raise SettingError(
+            f"--messages {writing.messages} lies in {output}, whose files are all in the log; put it elsewhere"
+        )
     source = own.source(model, patch=split_size(adapting.patch))
     cases = arriving.cases(images, predicted_names(output) if writing.resume and arriving.watch else ())
     opened = source.open()
+    if calibration is not None:
+        from dltta.models.io.opening import with_rehearsal
+
+        opened = with_rehearsal(opened, calibration)
     opened.model.to(require_device(device))
     settings = StreamSettings(
         adapting.recipe(),
@@ -318,23 +374,38 @@ def adapt(
         writing.save_probabilities,
         writing.anonymize,
         writing.sign,
+        None if adapting.max_memory is None else parse_bytes(adapting.max_memory),
+        "new" if writing.new_uids else "keep",
     )
     with Stream(opened, output, settings, resume=writing.resume) as stream, bars() as listener:
-        _warn(stream.notices())
-        summary = stream.run(cases, listener.cases(None if arriving.watch else len(cases)))
-    _tell(summary, output, as_json, cases.ignored)
+        _warn(stream.notices(() if arriving.watch else cases), messages)
+        bar = listener.cases(None if arriving.watch else len(cases))
+
+        def tick(line: Mapping[str, Any]) -> None:
+            sentence = messages.skipped(line)
+            if sentence is not None and arriving.watch:  # else it is said at the end
+                listener.say(sentence)
+            bar(line)
+
+        summary = stream.run(cases, tick, listener.parts())
+    _tell(summary, output, as_json, cases.ignored, messages)
+    if fail_on_review and summary.to_review:
+        raise typer.Exit(3)
     if summary.exit_code:
         raise typer.Exit(summary.exit_code)
 
 
-def _tell(summary: "Summary", output: Path, as_json: bool, ignored: "Ignored") -> None:
+def _tell(summary: "Summary", output: Path, as_json: bool, ignored: "Ignored", messages: Messages) -> None:
+    messages(
+        f"{output}: {summary.predicted} predicted, {len(summary.failed)} skipped; the log ends with {summary.head}"
+    )
     if as_json:
         typer.echo(json.dumps({"output": str(output), **asdict(summary), "ignored": dict(ignored.kinds)}))
         return
     for sentence in summary.failed:
         typer.secho("skipped: ", fg="yellow", nl=False, err=True)
         typer.echo(sentence, err=True)
-    _warn(summary.warnings)
+    _warn(summary.warnings, messages)
     parts = [f"{summary.predicted} predicted"]
     parts += [f"{summary.repeated} the same as an earlier image"] if summary.repeated else []
     parts += [f"{summary.already_predicted} had a prediction"] if summary.already_predicted else []
@@ -346,9 +417,13 @@ def _tell(summary: "Summary", output: Path, as_json: bool, ignored: "Ignored") -
         typer.echo(f"decisions since the stream began: {decided}; {review}")
     if ignored:
         typer.echo(str(ignored))
+    typer.echo(
+        f"the log ends with {summary.head[:32]} (dltta state verify --expect finds a log that was cut back)", err=True
+    )
 
 
-def _warn(sentences: Iterable[str]) -> None:
+def _warn(sentences: Iterable[str], messages: Messages) -> None:
     for sentence in sentences:
+        messages(f"warning: {sentence}")
         typer.secho("warning: ", fg="yellow", nl=False, err=True)
         typer.echo(sentence, err=True)

@@ -10,6 +10,7 @@ import typer
 from dltta.cli import data, model, state
 from dltta.cli.adapt import adapt
 from dltta.cli.bench import bench
+from dltta.cli.calibrate import calibrate
 from dltta.cli.demo import demo
 from dltta.cli.evaluate import evaluate
 from dltta.cli.help import help_topic
@@ -36,7 +37,9 @@ app = typer.Typer(
     epilog="`dltta COMMAND --help` explains a command and shows examples, `dltta help` has texts on topics. Try "
     "`dltta demo` first.",
 )
-for command in (demo, train, inspect, adapt, evaluate, bench, reproduce, report, serve, token, node):
+for command in (
+    demo, train, calibrate, inspect, adapt, evaluate, bench, reproduce, report, serve, token, node,
+):  # fmt: skip
     add_command(app, command)
 add_command(app, help_topic, "help")
 app.add_typer(state.app, name="state")

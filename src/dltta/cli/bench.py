@@ -33,7 +33,8 @@ class Compared:
         typer.Option(
             metavar="RULES",
             help="Learning-rate rules, with commas: fixed, dynamic, exponential, relative, aligned, law, palm, "
-            "matched (fixed at the mean of dynamic), package.module:Class. fixed:1e-2 sets the rate.",
+            "matched (fixed at the mean of dynamic), shuffled (the rates of dynamic in random order), "
+            "package.module:Class. fixed:1e-2 sets the rate; adam:1e-3 is a fixed one with Adam.",
             show_default="fixed,dynamic",
         ),
     ] = None
@@ -214,7 +215,11 @@ def _given_model(own: OwnModel, model: str | None, table: dict[str, Any]) -> dic
     from dltta.evaluation.experiment import open_given, working_methods
 
     source = own.source(model)
-    return {"model": source, **({} if "methods" in table else {"methods": working_methods(open_given(source))})}
+    return {
+        "source": table.get("source", []),
+        "model": source,
+        **({} if "methods" in table else {"methods": working_methods(open_given(source))}),
+    }
 
 
 def _given(**options: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ EVERY = 30.0  # seconds between two lines where there is no terminal
 STAGES = {
     "task": "train model", "ttt": "train for TTT", "ttt++": "train for TTT++", "dtta": "train for DTTA",
     "denoiser": "denoiser", "atta": "auto-encoders", "style": "restyle images", "cyclegan": "translation",
-    "udas": "align outputs", "swav": "clusters",
+    "udas": "align outputs", "swav": "clusters", "calibration": "calibrate",
 }  # fmt: skip
 
 
@@ -30,6 +30,10 @@ class Bars(Listener):
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
+
+    def say(self, sentence: str) -> None:
+        """A line above the bars."""
+        self.progress.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
     def count(self, what: str) -> Callable[[int, int], None]:
         """A bar for anything that reports how much of how much is done."""
@@ -47,6 +51,21 @@ class Bars(Listener):
 
         return tick
 
+    def parts(self) -> Callable[[int, int], None]:
+        """A bar for the slices or windows of the case at work, where it has several; gone when it is done."""
+        bar: list[TaskID] = []
+
+        def tick(done: int, total: int) -> None:
+            if total < 2:
+                return
+            if not bar:
+                bar.append(self._add("  within the case", total))
+            elif done == 0:
+                self.progress.reset(bar[0], total=total)
+            self.progress.update(bar[0], completed=done, total=total, visible=done < total)
+
+        return tick
+
     def training(self, seed: int) -> Report:
         bars: dict[str, TaskID] = {}
 
@@ -54,9 +73,18 @@ class Bars(Listener):
             if plan.stage not in bars:
                 name = f"{STAGES.get(plan.stage, plan.stage)}{f' (seed {seed})' if seed else ''}"
                 bars[plan.stage] = self._add(name, plan.epochs * batches)
-            self.progress.update(
-                bars[plan.stage], completed=(epoch - 1) * batches + batch, note=f"epoch {epoch} loss {loss:.3f}"
-            )
+            note = "" if math.isnan(loss) else f"epoch {epoch} loss {loss:.3f}"
+            self.progress.update(bars[plan.stage], completed=(epoch - 1) * batches + batch, note=note)
+
+        return report
+
+    def rehearsal(self, seed: int) -> Callable[[int, int], None]:
+        bars: list[TaskID] = []
+
+        def report(done: int, total: int) -> None:
+            if not bars:
+                bars.append(self._add(f"rehearse{f' (seed {seed})' if seed else ''}", total))
+            self.progress.update(bars[0], completed=done, note="simulated sites")
 
         return report
 

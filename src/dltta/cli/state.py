@@ -133,18 +133,30 @@ def rollback(
     typer.echo(f"{output}: version {roll_back(output, version, sign)} is version {version} again")
 
 
-def verify(output: Output, sign: Sign = None, as_json: Json = False) -> None:
+def verify(
+    output: Output,
+    sign: Sign = None,
+    expect: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HASH",
+            help="The hash that dltta adapt printed at its end: the log must still hold that line.",
+            show_default="not checked",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Find everything that is not as dltta adapt wrote it: log, predictions, state, foreign files.
 
     Exit code 1 if there is anything.
 
     Examples:
         dltta state verify predictions
-        dltta state verify predictions --sign key
+        dltta state verify predictions --sign key --expect 9f86d081884c7d65
     """
     from dltta.serving.verification import verify as find_alterations
 
-    problems = find_alterations(output, sign)
+    problems = find_alterations(output, sign, expect)
     if as_json:
         typer.echo(json.dumps(problems))
     else:

@@ -91,6 +91,15 @@ class Training:
     resume: Annotated[
         bool, typer.Option("--resume", metavar=FLAG, help="Continue an interrupted training in the same folder.")
     ] = False
+    rehearse: Annotated[
+        bool,
+        typer.Option(
+            "--rehearse/--no-rehearse",
+            metavar=FLAG,
+            help="Whether to rehearse at simulated sites afterwards, by which dltta adapt chooses "
+            "(docs/rehearsal.md). Takes minutes.",
+        ),
+    ] = True
     tensorboard: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", help="Write a TensorBoard log into this folder.", show_default="no log"),
@@ -227,6 +236,7 @@ def train(
         open_target,
         read_toml,
     )
+    from dltta.evaluation.home import rehearse_checkpoint
     from dltta.models.io.checkpoint import load_checkpoint
     from dltta.training import SourceTraining, TrainingSettings
     from dltta.training.fit import Ranks
@@ -252,13 +262,21 @@ def train(
     _require_fitting(method, bool(targets), bool(start), bool(training.with_))
     if start is not None:
         architecture, preprocessing = start.architecture, start.preprocessing
+    seen = False
     with bars() as listener, _tensorboard(training.tensorboard) as log:
         common = (architecture, preprocessing, settings, folder, where, training.resume, listener.training(0), log)
         if method is None:
             checkpoint = SourceTraining(datasets, *common).run()
+            if training.rehearse and Ranks.join(where).first:
+                progress = listener.rehearsal(0)
+                checkpoint, home = rehearse_checkpoint(folder, datasets, settings, device=where, progress=progress)
+                seen = not home.held_out
         else:
             checkpoint = UDATraining(method, datasets, targets, *common, start).run()
     if Ranks.join(where).first:
+        if seen:
+            typer.secho("warning: ", fg="yellow", nl=False, err=True)
+            typer.echo("no cases were held out: rehearsed with training cases, which look easier than others", err=True)
         _tell(checkpoint.record, folder, as_json)
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dltta.data.formats import dicom
-from dltta.data.formats.format import START, Image, ending, endings, format_of, recognize
-from dltta.data.formats.images import read_channels
+from dltta.data.formats.format import START, Geometry, Image, ending, endings, format_of, recognize
+from dltta.data.formats.images import read_channels, read_geometry
 from dltta.data.names import split_channel, stem
 from dltta.errors import DataError
 
@@ -103,6 +103,11 @@ def read_incoming(case: Incoming) -> Image:
     """The image of a case, (C, *spatial) float32 in the file's units."""
     files = _readable(case)
     return dicom.read_series(files) if case.kind == "dicom" else read_channels(files)
+
+
+def geometries(case: Incoming) -> list[Geometry]:
+    """Size and place of every file of a case, from the headers alone; none of a DICOM series, which has small files."""
+    return [] if case.kind == "dicom" else [read_geometry(file) for file in _readable(case)]
 
 
 def _readable(case: Incoming) -> tuple[Path, ...]:

@@ -1,5 +1,6 @@
 """1 images. From a file's intensities to what a network was trained on."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from dltta.data.case import Case
 from dltta.errors import InputError, SettingError
 
 Intensity = Literal["none", "scale", "zscore", "imagenet"]
+LONGEST = 1 << 20  # pixels along an axis
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_SD = (0.229, 0.224, 0.225)
 
@@ -35,8 +37,10 @@ class Preprocessing:
     def __post_init__(self) -> None:
         if self.intensity not in ("none", "scale", "zscore", "imagenet"):
             raise SettingError(f"intensity must be none, scale, zscore or imagenet, got {self.intensity!r}")
-        if self.maximum <= 0:
+        if not 0 < self.maximum < math.inf:
             raise SettingError(f"maximum must be positive, got {self.maximum}")
+        if self.size is not None and not all(isinstance(length, int) and 0 < length < LONGEST for length in self.size):
+            raise SettingError(f"size must be a length along each axis, got {self.size}")
 
     @classmethod
     def from_json(cls, description: dict[str, Any]) -> "Preprocessing":

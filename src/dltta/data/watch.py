@@ -83,6 +83,7 @@ class Watch(Iterator[Incoming]):
         self._stalled, self._stops, self._clock, self._sleep = stalled, stops, clock, sleep or self._closed.wait
         self._taken: dict[str, set[Path] | None] = dict.fromkeys(seen)  # files; None: not known, from before
         self._failed: dict[str, object] = {}  # taken, but not whole: how it looked
+        self._looked: dict[str, object] = {}  # taken: how it looked
         self._standing: dict[str, tuple[object, float]] = {}  # not taken yet: how it looks, and since when
         self._listed = clock()  # when the folder could last be listed
         self._cases = self._watch()
@@ -94,8 +95,8 @@ class Watch(Iterator[Incoming]):
         self._closed.set()
 
     def retry(self, case: Incoming) -> None:
-        """Gives a case that could not be read once more, when its files change."""
-        self._failed[case.name] = _state(case)
+        """Gives a case that could not be used once more, when its files are not as they were when it was given."""
+        self._failed[case.name] = self._looked.pop(case.name, None)
 
     def _watch(self) -> Iterator[Incoming]:
         news = self._clock()
@@ -119,6 +120,7 @@ class Watch(Iterator[Incoming]):
         self._taken[case.name] = set(case.files) | (self._taken.get(case.name) or set())
         self._failed.pop(case.name, None)
         state, _ = self._standing.pop(case.name)
+        self._looked[case.name] = state
         if case.problem is not None or _whole(case) is False:
             self._failed[case.name] = state
 

@@ -34,20 +34,24 @@ from dltta.config import (
     make_uda,
     open_dataset,
 )
+from dltta.core.rates import Fixed
+from dltta.core.step import Step
 from dltta.data.case import Case, Cases, Dataset, Mapped
 from dltta.data.streams import SiteStream, split_stream, stream_order
 from dltta.errors import DataError, DlttaError, SettingError
 from dltta.evaluation.examples import Example, Keep, gather_examples
 from dltta.evaluation.files import require_site, run_files
 from dltta.evaluation.formats import csv_text, latex, markdown
+from dltta.evaluation.home import rehearse_checkpoint
 from dltta.evaluation.overview import check_method
 from dltta.evaluation.provenance import Provenance, checksum
+from dltta.evaluation.rehearsal import Progress
 from dltta.evaluation.report import write_report
 from dltta.evaluation.results import Results, StreamResult
-from dltta.evaluation.run import StreamRecord, run_stream
+from dltta.evaluation.run import Steps, StreamRecord, run_stream
 from dltta.evaluation.tables import by_target, method_label
 from dltta.files import write_atomically
-from dltta.methods import PAPER_METHODS, Method
+from dltta.methods import PAPER_METHODS, Method, Optimizer
 from dltta.metrics import SCORING
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
 from dltta.models.io.fingerprint import fingerprint
@@ -55,10 +59,13 @@ from dltta.models.io.opened import OpenedModel
 from dltta.models.io.opening import ModelSource, open_checkpoint
 from dltta.predictor import Predictor
 from dltta.recipes import (
+    ADAM,
     ALL,
+    CONTROLS,
     MATCHED,
     NO_RATE,
     RECOMMENDED,
+    SHUFFLED,
     UDA,
     WITHOUT_RATE,
     Recipe,
@@ -95,9 +102,9 @@ class Experiment:
     Models, streams and examples are kept in `work`, which several experiments may share, or else in `output`.
     """
 
-    source: tuple[str, ...] = ()
-    targets: tuple[str, ...] = ()
-    output: str = ""
+    source: tuple[str, ...]
+    targets: tuple[str, ...]
+    output: str
     model: ModelSource | None = None  # compared on, instead of networks trained on `source`
     work: str | None = None
     root: str | None = None  # where it is does not decide what comes out: not part of the description
@@ -126,10 +133,8 @@ class Experiment:
             make_uda(method, settings)
         for rate in self.rates:
             split_rate(rate)
-        if bool(self.source) == (self.model is not None) or not self.targets:
-            raise SettingError("an experiment needs source sites or a model, not both, and at least one target site")
-        if not self.output:
-            raise SettingError("an experiment needs a folder for its results; give output, or -o FOLDER")
+        if not (self.source or self.model) or not self.targets:
+            raise SettingError("an experiment needs at least one source site, or a model, and one target site")
         if self.model is not None:
             self._check_given()
         if self.seeds < 1 or self.orders < 1:
@@ -137,6 +142,8 @@ class Experiment:
 
     def _check_given(self) -> None:
         """What has no meaning for a model that is not trained here."""
+        if self.source:
+            raise SettingError("an experiment has source sites to train on or a model, not both; leave one out")
         learned = [method for method in self.methods if method in UDA]
         if learned:
             raise SettingError(f"{learned[0]} learns with source images; give --source, not a model")
@@ -180,13 +187,13 @@ class Experiment:
 
     def _rates(self, method: str) -> tuple[str, ...]:
         """Those of a method; `recommended` brings its own, and a method whose authors have a rule of their own runs
-        with that too. Dynamic comes before matched.
+        with that too. Dynamic comes before its controls.
         """
         if method in (*WITHOUT_RATE, RECOMMENDED):
             return (NO_RATE,)
         own = usual_rate(method)
         extra = () if own in (Rule.FIXED, Rule.DYNAMIC, *self.rates) else (own,)
-        return (*extra, *sorted(self.rates, key=lambda rate: rate == MATCHED))
+        return (*extra, *sorted(self.rates, key=lambda rate: rate in CONTROLS))
 
     def recipe(self, job: "Job") -> Recipe:
         """What a stream is run with; a matched one's α is known once its dynamic stream has run."""
@@ -196,8 +203,9 @@ class Experiment:
         if job.rate == NO_RATE:
             return shared
         rule, alpha = split_rate(job.rate)
-        rule = Rule.FIXED if rule == MATCHED else rule
-        return replace(shared, rate=rule, alpha=shared.alpha if alpha is None else alpha)
+        optimizer = Optimizer.ADAM if rule == ADAM else shared.optimizer
+        rule = Rule.FIXED if rule in (ADAM, *CONTROLS) else rule
+        return replace(shared, rate=rule, alpha=shared.alpha if alpha is None else alpha, optimizer=optimizer)
 
     def with_all_parts(self) -> "Experiment":
         """With all that any method of the task needs trained beside the source model."""
@@ -275,6 +283,9 @@ class Listener:
     def training(self, seed: int) -> Report:
         return lambda *at: None
 
+    def rehearsal(self, seed: int) -> Progress:
+        return lambda done, total: None
+
     def streams(self, total: int) -> Callable[[Job], None]:
         return lambda job: None
 
@@ -317,7 +328,10 @@ def prepare(
     _check_sites(experiment)
     if experiment.model is not None:
         return _prepare_given(experiment, experiment.model), {}
-    models = {seed: train_source(experiment, seed, device, listener.training(seed)) for seed in range(experiment.seeds)}
+    models = {
+        seed: train_source(experiment, seed, device, listener.training(seed), listener.rehearsal(seed))
+        for seed in range(experiment.seeds)
+    }
     experiment = experiment.for_model(models[0])
     weights = {f"seed_{seed}": _weights(model) for seed, model in models.items()}
     for job in experiment.jobs():
@@ -328,6 +342,7 @@ def prepare(
         f"seed_{seed}": "".join(
             each.calibration.checksum() for each in (model, *model.others().values()) if each.calibration
         )
+        + ("" if model.rehearsal is None else sha256(json.dumps(model.rehearsal).encode()).hexdigest())
         for seed, model in models.items()
     }
     networks = {"source": models[0], **models[0].others()}
@@ -365,8 +380,10 @@ def working_methods(opened: OpenedModel) -> tuple[str, ...]:
     return tuple(found)
 
 
-def train_source(experiment: Experiment, seed: int, device: str, report: Report) -> Checkpoint:
-    """The source model of one seed, trained or continued or found."""
+def train_source(
+    experiment: Experiment, seed: int, device: str, report: Report, rehearsing: Progress | None = None
+) -> Checkpoint:
+    """The source model of one seed, trained or continued or found; rehearsed with if that is needed."""
     sites = [experiment.open(spec) for spec in experiment.source]
     training = SourceTraining(
         sites,
@@ -378,7 +395,11 @@ def train_source(experiment: Experiment, seed: int, device: str, report: Report)
         resume=True,
         report=report,
     )
-    return training.run()
+    checkpoint = training.run()
+    if RECOMMENDED not in experiment.methods or checkpoint.rehearsal is not None:
+        return checkpoint
+    where = torch.device(device)
+    return rehearse_checkpoint(training.folder, sites, training.settings, device=where, progress=rehearsing)[0]
 
 
 def train_uda(experiment: Experiment, job: Job, source: Checkpoint, device: str, report: Report) -> Checkpoint:
@@ -407,10 +428,14 @@ def run_job(bench: Bench, job: Job, device: str) -> None:
     shown = Keep(dataset[i].name for i in _shown(len(dataset), experiment.examples))
     recipe = experiment.recipe(job).resolved(opened.task, calibrated=opened.calibration is not None)
     if job.rate == MATCHED:
-        recipe = replace(recipe, alpha=_dynamic_mean(bench, job, device))
-    predictor = Predictor(opened, make_adapter(opened, recipe))
+        recipe = replace(recipe, alpha=_mean(_dynamic_rates(bench, job, device)))
+    steps: Steps = (predictor := Predictor(opened, make_adapter(opened, recipe)))
+    if job.rate == SHUFFLED:
+        rates = _dynamic_rates(bench, job, device)[:: recipe.batch_size or 1]  # the cases of a batch share one
+        order_of_rates = np.random.default_rng([experiment.training.seed, job.seed, job.order]).permutation(len(rates))
+        steps = Replaying(predictor, [rates[i] for i in order_of_rates])
     run: Callable[..., StreamRecord] = run_stream if experiment.model is None else run_files
-    record = run(predictor, dataset, order, batch_size=recipe.batch_size or 1, collect=shown)
+    record = run(steps, dataset, order, batch_size=recipe.batch_size or 1, collect=shown)
     source = opened.name if experiment.model is not None else "+".join(_trained_on(opened))
     stream = StreamResult.of(record, source=source, method=job.method, rate=job.rate, seed=job.seed, order=job.order)
     provenance = Provenance.collect(seeds=[job.seed], data={dataset.site: bench.data[job.target, job.seed]})
@@ -434,14 +459,28 @@ def _trained_on(opened: OpenedModel) -> Sequence[str]:
     return sites
 
 
-def _dynamic_mean(bench: Bench, job: Job, device: str) -> float:
-    """The mean rate of the dynamic stream that this one is matched to, which is run if it was not."""
+def _mean(rates: Sequence[float]) -> float:
+    return fmean(rates) if rates else 0.0  # nothing was updated: no rate matters
+
+
+def _dynamic_rates(bench: Bench, job: Job, device: str) -> list[float]:
+    """The rates of the dynamic stream that this one is a control of, case by case; it is run if it was not."""
     dynamic = replace(job, rate="dynamic")
     if not bench.stream_file(dynamic).is_file():
         run_job(bench, dynamic, device)
     (stream,) = Results.load(bench.stream_file(dynamic)).streams
-    rates = [case.rate for case in stream.cases if case.rate is not None]
-    return fmean(rates) if rates else 0.0  # nothing was updated: no rate matters
+    return [case.rate for case in stream.cases if case.rate is not None]
+
+
+class Replaying:
+    """A predictor whose rates are given in advance, one for each batch."""
+
+    def __init__(self, predictor: Predictor, rates: Sequence[float]) -> None:
+        self._predictor, self._rates = predictor, iter(rates)
+
+    def step(self, x: Tensor, *, case: str) -> Step:
+        self._predictor.adapter.rate = Fixed(next(self._rates))
+        return self._predictor.step(x, case=case)
 
 
 def open_stream(experiment: Experiment, job: Job, device: str) -> tuple[Checkpoint, Dataset, list[int]]:

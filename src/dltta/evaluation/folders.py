@@ -1,9 +1,9 @@
 """8 metrics. How good are predictions that lie in a folder?"""
 
 import csv
-import io
 import math
 from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from dltta.data.formats.images import difference, ending, read_geometry, read_ma
 from dltta.data.sites import read_description
 from dltta.errors import DataError
 from dltta.evaluation.run import CaseRecord, StreamRecord, stream_metrics, with_scores
+from dltta.files import csv_table, from_csv
 from dltta.metrics import score_classification, score_segmentation
 
 Progress = Callable[[int, int], None]
@@ -34,13 +35,11 @@ def score_folders(predictions: Path, labels: Path, *, progress: Progress = lambd
 def record_csv(record: StreamRecord) -> str:
     """One line per case: name, then every metric; empty where a metric is not defined."""
     names = list(dict.fromkeys(name for row in record.cases for name in row.metrics))
-    out = io.StringIO()
-    table = csv.writer(out, lineterminator="\n")
-    table.writerow(["case", *names])
+    rows: list[list[str]] = [["case", *names]]
     for row in record.cases:
         values = (row.metrics.get(name, math.nan) for name in names)
-        table.writerow([row.case, *("" if math.isnan(value) else repr(float(value)) for value in values)])
-    return out.getvalue()
+        rows.append([row.case, *("" if math.isnan(value) else repr(float(value)) for value in values)])
+    return csv_table(rows)
 
 
 def _score_masks(predictions: Path, labels: Path, progress: Progress) -> StreamRecord:
@@ -96,9 +95,10 @@ def _score_table(predictions: Path, labels: Path) -> StreamRecord:
 def _read(path: Path, needed: set[str]) -> list[dict[str, str]]:
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError) as error:
+            table = [list(map(from_csv, row)) for row in csv.reader(file)]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"cannot read {path}: {error}") from error
+    rows = [dict(zip_longest(table[0], row[: len(table[0])], fillvalue="")) for row in table[1:] if row]
     if not rows or not needed <= rows[0].keys():
         raise DataError(f"{path} must be a CSV with the columns {', '.join(sorted(needed))} and at least one line")
     return rows

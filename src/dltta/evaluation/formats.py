@@ -1,13 +1,12 @@
 """9 tables. How is a finished table written: Markdown, LaTeX, CSV, the terminal?"""
 
-import csv
-import io
 import math
 
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from dltta.evaluation.tables import MARKS, Cell, Column, Row, Table
+from dltta.files import csv_table
 
 NOT_RUN = "–"
 LATEX_SPECIAL = {
@@ -46,14 +45,12 @@ def csv_text(table: Table) -> str:
     """
     names = [column.title.rstrip(" ↑↓") for column in table.columns]
     parts = [f"{name} {part}" for name in names for part in ("mean", "sd", "gain", "gain low", "gain high", "p")]
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["method", "rate", *parts, "made worse"])
+    rows = [["method", "rate", *parts, "made worse"]]
     for row in table.rows:
         cells = zip(row.cells, table.columns, strict=True)
         numbers = [number for cell, column in cells for number in _csv_numbers(cell, column)]
-        writer.writerow([row.method, row.rate, *numbers, _plain(row.worse)])
-    return out.getvalue()
+        rows.append([row.method, row.rate, *numbers, _plain(row.worse)])
+    return csv_table(rows)
 
 
 def rich_table(table: Table) -> RichTable:

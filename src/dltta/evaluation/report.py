@@ -12,6 +12,7 @@ from string import Template
 
 from dltta.evaluation import figures, formats, rendering
 from dltta.evaluation.examples import Example
+from dltta.evaluation.expected import quality_rows
 from dltta.evaluation.headline import Finding, find, hardest_pair, sentences
 from dltta.evaluation.results import SOURCE, Results
 from dltta.evaluation.tables import (
@@ -64,6 +65,7 @@ def render_report(
         _gain_section(results),
         _examples_section(examples),
         _decisions_section(results),
+        _quality_section(results),
         _stream_section(results, pair),
         _training_section(training or {}),
         _provenance_section(results),
@@ -179,6 +181,39 @@ def _decisions_section(results: Results) -> str:
         for row in rows
     ]
     return _section("Decisions of the guard", _scrolled("Decisions", heads, lines))
+
+
+def _quality_section(results: Results) -> str:
+    """Expected quality beside the scores, a line per stream."""
+    rows = quality_rows(results)
+    if not rows:
+        return ""
+    names = (
+        "Target",
+        "Method",
+        "Seed",
+        "Cases",
+        "Expected",
+        "Score",
+        "Rank correlation",
+        "In the interval",
+        "To review",
+    )
+    heads = "".join(f'<th scope="col">{name}</th>' for name in names)
+    lines = [
+        f'<tr><th scope="row">{escape(row.target)}</th><td>{escape(NAMES.get(row.method, row.method))}</td>'
+        f"<td>{row.seed}</td><td>{row.cases}</td><td>{_percent(row.expected)}</td><td>{_percent(row.score)}</td>"
+        f"<td>{formats.NOT_RUN if math.isnan(row.correlation) else f'{row.correlation:.2f}'}</td>"
+        f"<td>{_percent(row.covered)}</td><td>{_percent(row.review)}</td></tr>\n"
+        for row in rows
+    ]
+    table = f'<div class="scroll"><table><thead><tr>{heads}</tr></thead>\n<tbody>{"".join(lines)}</tbody></table></div>'
+    note = "Expected without labels, by what was rehearsed at the source site; intervals are meant to hold 90 %."
+    return _section("Expected quality", f'<p class="note">{note}</p>', table)
+
+
+def _percent(value: float) -> str:
+    return formats.NOT_RUN if math.isnan(value) else f"{100 * value:.1f}"
 
 
 def _training_section(training: Mapping[str, Sequence[float]]) -> str:

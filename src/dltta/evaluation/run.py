@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from dltta.errors import DataError, SettingError
 from dltta.evaluation.stacks import Stacks, Volume
 from dltta.metrics import SegmentationScores, Unit, mean_defined, score_classification, score_segmentation
 from dltta.models.predictions import most_likely, probabilities
+from dltta.quality.decision import Decision
 from dltta.quality.guarded import decision_of
 
 
@@ -46,6 +47,11 @@ class CaseRecord:
     probabilities: tuple[float, ...] | None = None
     decision: str | None = None  # of the guard, an `Outcome`
     reason: str | None = None  # for the decision, a `Reason`
+    candidate: str | None = None  # which of several predictions was given
+    quality: float | None = None  # expected, from 0 to 1, and its 90 % interval
+    quality_low: float | None = None
+    quality_high: float | None = None
+    review: bool | None = None  # whether somebody should look at it
     invented: int | None = None  # classes in the prediction only
     group: str | None = None  # patient or volume: the unit of tests and intervals
     volume: str | None = None  # of a slice: what is scored instead of it
@@ -191,6 +197,7 @@ def record_case(
     row = CaseRecord(case.name, case.site, {}, seconds, *numbers, group=case.group)
     if decided is not None:
         row = replace(row, decision=str(decided.outcome), reason=decided.reason and str(decided.reason))
+        row = replace(row, candidate=decided.candidate, **_expected(decided))
     try:
         if dataset.task == "classification":
             return _classified(row, prediction, case)
@@ -199,6 +206,15 @@ def record_case(
         return row if case.label is None else _segmented(row, prediction, case.label, case, dataset.classes)
     except DataError as error:
         raise DataError(f"case {case.name}: {error}") from error
+
+
+def _expected(decided: Decision) -> dict[str, Any]:
+    if (expected := decided.expected) is None:
+        return {}
+    return {
+        "quality": expected.score, "quality_low": expected.low, "quality_high": expected.high,
+        "review": expected.review,
+    }  # fmt: skip
 
 
 def _classified(row: CaseRecord, chances: Tensor, case: Case) -> CaseRecord:

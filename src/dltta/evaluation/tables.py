@@ -345,7 +345,7 @@ def _training_notes(results: Results, methods: Collection[str]) -> Iterator[str]
     losses: Mapping[str, Sequence[str]] = results.config.get("trained_with", {})
     if "source" in losses:
         yield f"Source: trained with {training_words(losses['source'])}."
-    for name in ("ttt", "ttt++"):
+    for name in ("ttt", "ttt++", "dtta"):
         if name in losses and name in methods:
             yield f"{NAMES[name]} starts from another network, trained with {training_words(losses[name])}."
 

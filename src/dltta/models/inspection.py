@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dltta.errors import SettingError
+from dltta.models.fast import FASTER
 from dltta.models.features import forward_pass, forward_with_features, recorded_outputs
 from dltta.models.normalization import normalization_layers
 
@@ -91,7 +92,7 @@ def statistics_changed(before: nn.Module, after: nn.Module) -> int:
     """How many layers normalize by other statistics than they did."""
     then = dict(before.named_modules())
     return sum(
-        type(layer) is not type(then.get(name)) or _tracks(layer) != _tracks(then[name])
+        type(layer) not in (kind := type(then[name]), FASTER.get(kind)) or _tracks(layer) != _tracks(then[name])
         for name, layer in normalization_layers(after)
         if name in then
     )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dltta.errors import SettingError
-from dltta.models.normalization import BatchNormWrapper
+from dltta.models.normalization import BatchNormWrapper, TestBatchNorm
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,19 @@ class _Instance(BatchNormWrapper):
         if input[0, 0].numel() == 1:
             return self.normalized(input, *self.stored())
         return F.instance_norm(input, None, None, self.weight, self.bias, use_input_stats=True, eps=self.eps)
+
+
+@dataclass(frozen=True)
+class AvailableStatistics:
+    """Those of the batch; a layer that gets a single value per channel keeps the source's instead of refusing it."""
+
+    def wrap(self, layer: _BatchNorm, name: str) -> nn.Module:
+        return _Available(layer, name)
+
+
+class _Available(TestBatchNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        return self.normalized(input, *self.stored()) if input.numel() == input.shape[1] else super().forward(input)
 
 
 class StatefulWrapper(BatchNormWrapper):

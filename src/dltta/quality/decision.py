@@ -3,6 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from statistics import fmean
+
+from dltta.quality.estimate import Expected
 
 
 class Outcome(StrEnum):
@@ -33,6 +36,7 @@ class Reason(StrEnum):
     CHANGE = "change"  # the update changed too much of the prediction
     CLASS_SHARE = "class-share"  # a class takes a share that it never takes on source images
     COLLAPSE = "collapse"  # predictions become one class
+    QUALITY = "expected-quality"  # the source model is expected to predict best
     NON_FINITE = "non-finite"  # NaN or infinity in prediction, loss, gradient or rate
 
 
@@ -48,6 +52,8 @@ class Decision:
     detail: str | None = None  # the reason in words, with numbers
     signals: Mapping[str, float] | None = None  # the numbers that were looked at
     images: tuple["Decision", ...] = ()
+    candidate: str | None = None  # which of several predictions is given
+    expected: Expected | None = None  # how good it probably is
 
     def of(self, position: int) -> "Decision":
         """What was decided about one image of the batch."""
@@ -58,6 +64,7 @@ def combine(decisions: Sequence[Decision], what: str = "images") -> Decision:
     """One decision for several images of a batch, or parts of an image: the most severe, and how many are like it."""
     severest = max(decisions, key=lambda decision: SEVERITY.index(decision.outcome))  # the first of these
     alike = sum(decision.outcome == severest.outcome for decision in decisions)
+    severest = replace(severest, expected=_together([each.expected for each in decisions if each.expected is not None]))
     if len(decisions) == 1 or severest.detail is None:
         return severest
     return replace(severest, detail=f"{alike} of {len(decisions)} {what}: {severest.detail}")
@@ -66,3 +73,15 @@ def combine(decisions: Sequence[Decision], what: str = "images") -> Decision:
 def of_batch(decisions: Sequence[Decision]) -> Decision:
     """The decision about a batch from those about its images."""
     return replace(combine(decisions), images=tuple(decisions) if len(decisions) > 1 else ())
+
+
+def _together(expected: Sequence[Expected]) -> Expected | None:
+    """What is expected of a whole from its parts: the means; it is to be reviewed if most of its parts are."""
+    if not expected:
+        return None
+    return Expected(
+        fmean(each.score for each in expected),
+        fmean(each.low for each in expected),
+        fmean(each.high for each in expected),
+        sum(each.review for each in expected) * 2 > len(expected),
+    )

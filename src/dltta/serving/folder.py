@@ -19,24 +19,31 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from dltta.config import make_adapter
+from dltta.core.adapter import Adapter
+from dltta.core.ensemble import Ensemble
 from dltta.data.inbox import Incoming
 from dltta.data.prefetch import prefetch
 from dltta.errors import DataError, DlttaError, InputError, NonFiniteError, SettingError
 from dltta.files import sync_folder
+from dltta.fitting import Fitting, default_limit
 from dltta.methods import Method
-from dltta.models.io.opened import OpenedModel
-from dltta.predictor import Loaded, Prediction, Predictor
-from dltta.recipes import NO_RATE, Recipe, paper
+from dltta.models.io.opened import OpenedModel, Window
+from dltta.predictor import Loaded, PartTick, Prediction, Predictor
+from dltta.recipes import NO_RATE, RECOMMENDED, Recipe, paper
 from dltta.serving.journal import Fields, on_disk
 from dltta.serving.reading import Known, Reader, Unusable
-from dltta.serving.record import SCHEMA, STATE, Record
+from dltta.serving.record import SCHEMA, STATE, Record, require_own_place
 from dltta.serving.settings import Deployment, OnError, StreamSettings
 from dltta.serving.signing import Signer
 from dltta.serving.state import Packed, StateFolder
 from dltta.serving.summary import Summary
-from dltta.serving.written import PredictionWriter
+from dltta.serving.written import PredictionWriter, anonymity
 from dltta.version import __version__
 
+UNREHEARSED = (
+    "the model was not rehearsed with: an entropy-weighted mixture of source, blended and batch statistics predicts "
+    "(as InTEnt does), and no quality can be expected of it; run `dltta calibrate`"
+)
 CaseError: TypeAlias = DataError | InputError | NonFiniteError  # what is wrong with one case and not with the others
 Tick = Callable[[Mapping[str, Any]], None]  # called with the line of every case that is done
 
@@ -62,16 +69,21 @@ class Stream:
         # what really runs, and what the log records: only the adapter knows whether a class of one's own has a loss
         self.recipe = recipe if self.adapter.steps else replace(recipe, rate=NO_RATE)
         self.batch_size = self.recipe.batch_size or 1
-        self.predictor = self._predictor(self.settings.deployment)
         self.folder = StateFolder(output / STATE)
+        self.limit = self._max_memory(resume=resume)
+        self.fitting = self._fitting(recipe)
+        self.predictor = self._predictor(self.settings.deployment)
         self._signer = None if self.settings.sign is None else Signer.from_file(self.settings.sign, output)
         self._resume = resume
         self._ahead = False  # whether the adapter may have seen more than its latest version on disk
         self._keeping: Future[None] | None = None  # the batch that is on its way to the disk
         self._underway: frozenset[str] = frozenset()  # names and digests of its cases
+        self._part: PartTick = lambda done, total: None  # told of the parts of the current case
         self._open = ExitStack()
 
     def __enter__(self) -> "Stream":
+        if not self.folder.described():
+            require_own_place(self.output)
         with on_disk(self.output):
             self.output.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
@@ -80,8 +92,10 @@ class Stream:
                 self.output, self.folder, self._description(), self.adapter, self._signer, resume=self._resume
             )
             self.naming, self.index = self.record.naming, self.record.index
-            self._read = Reader(self.opened, self.output, self.index)
-            self._writer = PredictionWriter(self.opened, self.output, self.naming, self.settings.save_probabilities)
+            self._read = Reader(self.opened, self.output, self.index, self.fitting)
+            self._writer = PredictionWriter(
+                self.opened, self.output, self.naming, self.settings.save_probabilities, self.settings.uids
+            )
             if self.index.deployment is not None:
                 self.predictor = self._predictor(self.index.deployment)
             self._disk = stack.enter_context(ThreadPoolExecutor(1, "disk"))
@@ -91,9 +105,16 @@ class Stream:
     def __exit__(self, *error: object) -> None:
         self._open.close()
 
-    def run(self, cases: Iterable[Incoming], tick: Tick = lambda line: None) -> Summary:
-        """Predict every case that has no prediction yet, in order."""
-        self._summary, self._tick = Summary(notices=self.notices()), tick
+    def run(
+        self,
+        cases: Iterable[Incoming],
+        tick: Tick = lambda line: None,
+        part: PartTick = lambda done, total: None,
+    ) -> Summary:
+        """Predict every case that has no prediction yet, in order; `part` hears of slices and windows within a case."""
+        waiting = cases if isinstance(cases, Sequence) else ()
+        self._summary, self._tick, self._part = Summary(notices=self.notices(waiting)), tick, part
+        self._retry = getattr(cases, "retry", lambda case: None)  # a watch looks again at what was skipped
         self._batch: list[Waiting] = []
         self._copies: list[tuple[Incoming, str]] = []  # cases with the content of one in the batch
         try:
@@ -105,7 +126,8 @@ class Stream:
         finally:
             if self._keeping is not None:
                 wait([self._keeping])
-        self._summary.conclude(self.index.decisions, self.index.reasons)
+        self._summary.head = self.index.journal.last
+        self._summary.conclude(self.index.decisions, self.index.reasons, self.index.reviews)
         return self._summary
 
     def deploy(self, deployment: Deployment) -> None:
@@ -118,7 +140,7 @@ class Stream:
 
     def _predictor(self, deployment: str) -> Predictor:
         source = make_adapter(self.opened, paper(Method.SOURCE)) if deployment == Deployment.SHADOW else None
-        return Predictor(self.opened, self.adapter, source)
+        return Predictor(self.opened, self.adapter, source, self.fitting, self._part_done)
 
     def answer(self, case: Incoming, tick: Tick = lambda line: None) -> Fields:
         """Predict one case now; its line of the log, on the disk, also if it was predicted before.
@@ -135,10 +157,12 @@ class Stream:
         self._settle()
         return self.index.line(self.naming.name(case, found.digest))
 
-    def notices(self) -> list[str]:
-        """What a user must know before the first image, one sentence each."""
+    def notices(self, cases: Sequence[Incoming] = ()) -> list[str]:
+        """What a user must know before the first image, one sentence each; `cases` are those that wait."""
         notices = []
-        if self.recipe.calibration_matters and self.opened.calibration is None:
+        if self.recipe.method == RECOMMENDED:
+            notices += [] if self.opened.rehearsal is not None else [UNREHEARSED]
+        elif self.recipe.calibration_matters and self.opened.calibration is None:
             notices.append(
                 "no calibration: the model does not know what source images look like, so images far out of "
                 "distribution are not recognized; train it with `dltta train`"
@@ -146,11 +170,27 @@ class Stream:
         if (said := getattr(self.adapter.objective, "notice", None)) is not None:
             notices.append(said)
         if self.settings.anonymize:
-            notices.append(
-                "anonymize takes names, dates and descriptions out of predictions and log; DICOM identifiers (UIDs) "
-                "stay, so that a segmentation finds its images; the images themselves are not changed"
-            )
+            notices.append(anonymity(self.settings.uids, cases))
         return notices
+
+    def _max_memory(self, *, resume: bool) -> int:
+        """As it was said, or as the stream was begun: the limit decides about windows, and so about predictions."""
+        if self.settings.max_memory is not None:
+            return self.settings.max_memory
+        begun = self.folder.description() if resume and self.folder.described() else {}
+        recorded = begun.get("max_memory")
+        if isinstance(recorded, int):
+            return recorded
+        return default_limit(next(self.opened.model.parameters()).device)
+
+    def _fitting(self, recipe: Recipe) -> Fitting | None:
+        """None for a model that brings windows of its own, such as nnU-Net's, which are what it was planned for."""
+        if isinstance(self.adapter, Ensemble) or not isinstance(self.opened.window, Window | None):
+            return None
+        return Fitting(self.opened, lambda: _single(self.opened, recipe), self.limit)
+
+    def _part_done(self, done: int, total: int) -> None:
+        self._part(done, total)
 
     # what was read
 
@@ -264,6 +304,7 @@ class Stream:
                 sync_folder(self.output)
         self.record.put(packed, lines)
         self._summary.predicted += len(lines)
+        self._summary.windowed += sum("windows" in line for line in lines)
         for line in lines:
             self._tick(line)
 
@@ -309,6 +350,7 @@ class Stream:
         line: Fields = {"case": name, "input": found, "error": type(error).__name__}
         line |= {"detail": self.naming.reason(error, case, name), "state": self.index.version}
         self.record.fail(line)
+        self._retry(case)
         self._tick(line)
 
     def _description(self) -> Fields:
@@ -320,14 +362,24 @@ class Stream:
             "task": self.opened.task,
             "classes": self.opened.classes,
             "calibrated": self.opened.calibration is not None,
+            "rehearsed": self.opened.rehearsal is not None,
+            "max_memory": self.limit,
             "window": None if self.opened.window is None else asdict(self.opened.window),
             "deployment": self.settings.deployment,
             "anonymize": self.settings.anonymize,
+            "uids": self.settings.uids,
             "signed": self.settings.sign is not None,
             "recipe": self.recipe.as_json(),
         }
         plain: Fields = json.loads(json.dumps(chosen))
         return plain
+
+
+def _single(opened: OpenedModel, recipe: Recipe) -> Adapter:
+    adapter = make_adapter(opened, recipe)
+    if isinstance(adapter, Ensemble):
+        raise SettingError("several networks predict together; there is no single one")
+    return adapter
 
 
 def _resolved(opened: OpenedModel, settings: StreamSettings) -> Recipe:
@@ -355,4 +407,11 @@ def _line(waiting: Waiting, prediction: Prediction) -> Fields:
         "detail": None if decision is None else decision.detail,
     }
     line |= waiting.case.note
+    if decision is not None and decision.candidate is not None:
+        line["candidate"] = decision.candidate
+    if decision is not None and (expected := decision.expected) is not None:
+        line |= {"quality": expected.score, "quality_low": expected.low, "quality_high": expected.high}
+        line["review"] = expected.review
+    if prediction.window is not None:  # the whole did not fit into memory
+        line["windows"] = prediction.window.patch
     return line if prediction.change is None else {**line, "change": prediction.change}

@@ -3,8 +3,6 @@
 Memory holds the name, the hash and the place of the line of each case; all else is read from the log when needed.
 """
 
-import csv
-import io
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from dltta.errors import StateError
-from dltta.files import open_in_place, write_atomically
+from dltta.files import csv_table, open_in_place, write_atomically
 from dltta.serving.journal import Fields, Journal, Line, on_disk
+
+QUALITY = ("quality", "quality_low", "quality_high", "review")
 
 
 class StreamIndex:
@@ -28,6 +28,7 @@ class StreamIndex:
         self.deployment: str | None = None  # what the latest event of that kind says
         self.decisions: Counter[str] = Counter()  # of the guard, by outcome
         self.reasons: Counter[str] = Counter()
+        self.reviews = 0  # predictions whose expected quality is too low
         self._digests: dict[str, bytes] = {}  # by name
         self._places: dict[bytes, int] = {}  # by content: where the line of the first such case begins
         self._lines: dict[str, int] = {}  # by name: where the line of the case begins
@@ -81,6 +82,7 @@ class StreamIndex:
             self.decisions[entry["decision"]] += 1
         if entry.get("reason") is not None:
             self.reasons[entry["reason"]] += 1
+        self.reviews += entry.get("review") is True
         if "prediction" in entry:
             digest = bytes.fromhex(entry["input"])
             self._digests[entry["case"].casefold()] = digest
@@ -97,11 +99,13 @@ def _failure(entry: Mapping[str, Any]) -> tuple[str, ...]:
 class PredictionTable:
     """`predictions.csv`: the predictions of a classification, written from the log and after it."""
 
-    def __init__(self, path: Path, classes: Sequence[str]) -> None:
+    def __init__(self, path: Path, classes: Sequence[str], *, quality: bool = False) -> None:
         self.path, self.classes = path, classes
+        self.more = QUALITY if quality else ()  # columns
 
     def text(self, entries: Iterable[Mapping[str, Any]]) -> str:
-        return self._rows([["image", "prediction", *self.classes], *map(_row, filter(_predicted, entries))])
+        rows = (self._row(entry) for entry in entries if _predicted(entry))
+        return self._rows([["image", "prediction", *self.classes, *self.more], *rows])
 
     def rewrite(self, entries: Iterable[Mapping[str, Any]]) -> None:
         with on_disk(self.path):
@@ -111,20 +115,22 @@ class PredictionTable:
         with on_disk(self.path):
             handle = open_in_place(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             with os.fdopen(handle, "a", encoding="utf-8", newline="") as file:
-                file.write(self._rows(map(_row, entries)))
+                file.write(self._rows(map(self._row, entries)))
+
+    def _row(self, entry: Mapping[str, Any]) -> list[Any]:
+        return [
+            entry["image"],
+            entry["prediction"],
+            *map(str, entry["probabilities"]),
+            *("" if entry.get(name) is None else str(entry[name]) for name in self.more),
+        ]
 
     def _rows(self, rows: Iterable[Sequence[Any]]) -> str:
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(rows)
-        return text.getvalue()
+        return csv_table(rows)
 
 
 def _predicted(entry: Mapping[str, Any]) -> bool:
     return "probabilities" in entry
-
-
-def _row(entry: Mapping[str, Any]) -> list[Any]:
-    return [entry["image"], entry["prediction"], *map(str, entry["probabilities"])]
 
 
 def shortest(values: Iterable[float]) -> list[float]:

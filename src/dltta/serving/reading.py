@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from dltta.data.inbox import Incoming, digest, read_incoming
+from dltta.data.inbox import Incoming, digest, geometries, read_incoming
 from dltta.errors import DataError, DlttaError, InputError, SettingError
+from dltta.fitting import Fitting
 from dltta.models.io.opened import OpenedModel
-from dltta.predictor import Loaded, load
+from dltta.predictor import Loaded, enough_memory, load
 from dltta.serving.index import StreamIndex
 
 
@@ -32,6 +33,7 @@ class Reader:
     opened: OpenedModel
     output: Path
     index: StreamIndex
+    fitting: Fitting | None = None
 
     def __call__(self, case: Incoming) -> Loaded | Known | Unusable:
         if any(file.parent.resolve() == self.output.resolve() for file in case.files):
@@ -41,7 +43,11 @@ class Reader:
         if self.index.holds(found):
             return Known(found)
         try:
-            loaded = load(self.opened, read_incoming(case), found)
+            for geometry in geometries(case):
+                if self.fitting is not None:
+                    self.fitting.require_readable(geometry)
+            with enough_memory(case.name):
+                loaded = load(self.opened, read_incoming(case), found)
         except (DataError, InputError) as error:
             return Unusable(found, error)
         if _size_and_time(case) != before:

@@ -17,6 +17,7 @@ from dltta.data.formats import dicom
 from dltta.data.formats.format import endings
 from dltta.errors import SettingError, StateError
 from dltta.files import remove_parts, require_no_link
+from dltta.recipes import RECOMMENDED
 from dltta.serving.index import PredictionTable, StreamIndex
 from dltta.serving.journal import Fields, Journal, on_disk
 from dltta.serving.naming import Naming
@@ -58,7 +59,9 @@ class Record:
         self.naming = Naming(folder.description().get("key"))
         self.index = StreamIndex(journal)
         classes = description["classes"] if description["task"] == "classification" else None
-        self.table = None if classes is None else PredictionTable(output / TABLE, classes)
+        self.table = (
+            None if classes is None else PredictionTable(output / TABLE, classes, quality=_expects(description))
+        )
         if self.table is not None:
             self.table.rewrite(line.entry for line in journal)
         journal.mark()
@@ -107,6 +110,20 @@ class Record:
         journal.mark()
         first = {"state": 0, "state_sha256": self.folder.save(0, self.adapter), "oldest_state": 0}
         journal.append([{"event": "start", **description, **first}])
+
+
+def _expects(description: Mapping[str, Any]) -> bool:
+    """Whether predictions of this stream come with an expected quality."""
+    return bool(description.get("rehearsed")) and description["recipe"]["method"] == RECOMMENDED
+
+
+def require_own_place(output: Path) -> None:
+    """A new stream must not grow within a model, or within another stream, where all is accounted for."""
+    for folder in (output, *output.parents):
+        if (folder / "model.json").is_file():
+            raise SettingError(f"{output} lies in the model {folder}; choose a folder of its own for the predictions")
+        if folder != output and (folder / LOG).is_file() and (folder / STATE).is_dir():
+            raise SettingError(f"{output} lies in the stream of {folder}; choose a folder of its own")
 
 
 def require_schema(description: Mapping[str, Any], output: Path) -> None:

@@ -230,6 +230,10 @@ class StateFolder:
             text = json.dumps(settings, indent=1, sort_keys=True) + "\n"
             write_atomically(self.folder / "stream.json", text, mode=PRIVATE)
 
+    def described(self) -> bool:
+        """Whether a stream was begun here."""
+        return (self.folder / "stream.json").is_file()
+
     def description(self) -> dict[str, Any]:
         path = self.folder / "stream.json"
         try:

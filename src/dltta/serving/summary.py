@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from dltta.quality.decision import Outcome, Reason
 
 # Reasons that put the prediction itself into doubt. The others say which of two plausible models predicts.
-REVIEW = frozenset(Reason) - {Reason.IN_DISTRIBUTION, Reason.FLIP_CONSISTENCY, Reason.CHANGE}
+REVIEW = frozenset(Reason) - {Reason.IN_DISTRIBUTION, Reason.FLIP_CONSISTENCY, Reason.CHANGE, Reason.QUALITY}
 MOSTLY = 0.5  # a stream with more images than this share far out of distribution ends with a warning
 
 
@@ -17,19 +17,26 @@ class Summary:
 
     predicted: int = 0
     repeated: int = 0  # the same content under another name: predicted, not learned from again
+    windowed: int = 0  # of the predicted: in windows, because the whole did not fit into memory
     already_predicted: int = 0  # in an earlier run
     failed: list[str] = field(default_factory=list)  # one sentence each
     decisions: dict[str, int] = field(default_factory=dict)  # of the whole stream, by outcome; empty without a guard
     reasons: dict[str, int] = field(default_factory=dict)  # of the whole stream, by reason code
     to_review: int = 0  # predictions of the whole stream that somebody should look at
+    head: str = ""  # hash of the log's last line; who keeps it elsewhere finds a log that was cut back
     notices: list[str] = field(default_factory=list)  # what was said at the start, one sentence each
     warnings: list[str] = field(default_factory=list)  # what is to be said at the end, one sentence each
 
-    def conclude(self, outcomes: Mapping[str, int], reasons: Mapping[str, int]) -> None:
+    def conclude(self, outcomes: Mapping[str, int], reasons: Mapping[str, int], reviews: int = 0) -> None:
         """Add what the log says about the whole stream."""
         self.decisions = {str(outcome): outcomes.get(outcome, 0) for outcome in Outcome} if outcomes else {}
         self.reasons = dict(Counter(reasons).most_common())
-        self.to_review = sum(reasons.get(reason, 0) for reason in REVIEW)
+        self.to_review = sum(reasons.get(reason, 0) for reason in REVIEW) + reviews
+        if self.windowed:
+            self.warnings.append(
+                f"{self.windowed} of {self.predicted} images were too large for --max-memory and were predicted in "
+                "windows, each a step of its own (`windows` in stream.jsonl)"
+            )
         if self.mostly_out_of_distribution:
             self.warnings.append(
                 f"{self._far} of {sum(self.decisions.values())} images are far out of distribution (ood-score): the "

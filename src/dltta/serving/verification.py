@@ -4,11 +4,12 @@ While a stream runs, files that are being written cannot be told from foreign on
 then only what the log already names is checked.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dltta.errors import StateError
+from dltta.errors import SettingError, StateError
 from dltta.serving.index import PredictionTable
 from dltta.serving.journal import START, Fields, read_head, unfinished, walk, wrong_end
 from dltta.serving.maintenance import require_log
@@ -21,9 +22,18 @@ from dltta.serving.written import FILES, sha256
 ADDED = ("event", "state", "state_sha256", "oldest_state", "of", "previous", "signature", "hash")
 
 
-def verify(output: Path, key: Path | None = None) -> list[str]:
-    """One sentence for everything that is not as it was written; with the file of its key, signatures are checked."""
+SHORTEST = 16  # letters of a hash that tell it from others
+
+
+def verify(output: Path, key: Path | None = None, expected: str | None = None) -> list[str]:
+    """One sentence for everything that is not as it was written; with the file of its key, signatures are checked.
+
+    `expected` is the hash of a line, or its beginning, that somebody kept elsewhere: a log that was cut back together
+    with its head and state does not hold it.
+    """
     require_log(output)
+    if expected is not None and not re.fullmatch(rf"[0-9a-f]{{{SHORTEST},64}}", expected):
+        raise SettingError(f"{expected!r} is not the hash of a line; give the one that dltta adapt printed at its end")
     signer = None if key is None else Signer.from_file(key, output)
     folder = StateFolder(output / STATE)
     running = folder.in_use()
@@ -31,7 +41,7 @@ def verify(output: Path, key: Path | None = None) -> list[str]:
     if problems:
         return problems
     try:
-        log = _Log(output, folder, signer, running=running)
+        log = _Log(output, folder, signer, running=running, expected=expected)
     except StateError as error:
         return [str(error)]
     problems += [*log.problems, *_predictions(output, log)]
@@ -49,6 +59,7 @@ class _Log:
     folder: StateFolder
     signer: Signer | None
     running: bool
+    expected: str | None = None
     problems: list[str] = field(default_factory=list)
     begun: Fields | None = None  # the first line
     made: dict[int, str] = field(default_factory=dict)  # version: hash of its file
@@ -58,13 +69,16 @@ class _Log:
     def __post_init__(self) -> None:
         path = self.output / LOG
         head = read_head(self.folder.head_file, self.signer)  # before the log, to which lines may be added
-        last, size = START, 0
+        last, size, found = START, 0, self.expected is None
         seen = head is not None and START in head
         for group in walk(path, self.signer):
             for line in group:
                 self._note(line.entry)
+                found = found or line.entry["hash"].startswith(self.expected)
             last, size = group[-1].entry["hash"], group[-1].end
             seen = seen or (head is not None and last in head)
+        if not found:
+            self.problems.append(f"{path}: the expected line {self.expected} is gone: it was cut back or replaced")
         if not (self.running and seen):
             problem = wrong_end(path, head, last, seen=seen)
             self.problems += [] if problem is None else [problem]

@@ -7,13 +7,14 @@ A segmentation is a mask, with `--save-probabilities` also the probability of ev
 import errno
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dltta.data.formats.dicom import Anonymous
+from dltta.data.formats.dicom import Anonymous, Uids
 from dltta.data.formats.format import ending, endings, format_of
 from dltta.data.inbox import Incoming
-from dltta.data.outputs import write_prediction, write_probabilities
+from dltta.data.outputs import identifying, still_identifying, write_prediction, write_probabilities
 from dltta.errors import DataError, StateError
 from dltta.files import write_atomically
 from dltta.models.io.opened import OpenedModel
@@ -33,6 +34,7 @@ class PredictionWriter:
     output: Path
     naming: Naming
     save_probabilities: bool
+    uids: Uids = "keep"  # of anonymous DICOM segmentations
 
     def write(self, case: Incoming, loaded: Loaded, prediction: Prediction) -> Fields:
         """The files of a prediction; says what goes into the line of its case."""
@@ -44,7 +46,7 @@ class PredictionWriter:
             }
         named = replace(case, name=self.naming.name(case, loaded.digest))
         labels, files = prediction.labels(self.opened).numpy(), []
-        anonymous = None if self.naming.key is None else Anonymous(named.name, secret=self.naming.key)
+        anonymous = None if self.naming.key is None else Anonymous(named.name, self.uids, self.naming.key)
         try:
             files.append(
                 write_prediction(self.output, named, labels, loaded.geometry, self.opened.classes, anonymous=anonymous)
@@ -75,6 +77,31 @@ class PredictionWriter:
                 with on_disk(copies[-1]):
                     write_atomically(copies[-1], earlier.read_bytes())
         return _described(copies)
+
+
+def anonymity(uids: Uids, cases: Sequence[Incoming] = ()) -> str:
+    """What an anonymous stream takes out and what stays, in one sentence, as seen in the first image of each kind."""
+    anonymous = Anonymous("", uids)
+    first = {case.kind: case for case in reversed(cases) if case.problem is None}
+    there: list[str] = []
+    stays: list[str] = []
+    for case in first.values():
+        with suppress(DataError):  # said when it is read
+            there += identifying(case)
+            stays += still_identifying(case, anonymous)
+    taken = [name for name in dict.fromkeys(there) if name not in stays]
+    found = f" (found: {_listed(taken)})" if taken else ""
+    kept = _listed(list(dict.fromkeys(stays))) or ("DICOM identifiers (UIDs)" if uids == "keep" else "")
+    still = f"what still identifies: {kept}, by which a segmentation finds its images; " if kept else ""
+    return (
+        f"anonymize takes names, dates and descriptions out of predictions and log{found}; {still}"
+        "the images themselves are not changed, and faces or burnt-in text are not looked for"
+    )
+
+
+def _listed(names: Sequence[str], most: int = 6) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def sha256(path: Path) -> str:

@@ -20,11 +20,18 @@ from dltta.models.statistics import InstanceStatistics
 MOST = 64  # images; more change the spread of a mean by less than a tenth
 BATCH = 16  # images whose gradients are averaged before they are squared; EATA's authors have 64 of 2000
 FEWEST = 8  # images that say something about the rare ones among them
+PASSES = 5  # through the network for each image: as it is, two for the OOD score, two for the entropy
 USUAL = 0.95  # the quantile that ends what is usual at the source site
 
 
 @torch.no_grad()
-def calibrate(model: nn.Module, images: Sequence[Tensor], *, layer: str | None = None) -> Calibration:
+def calibrate(
+    model: nn.Module,
+    images: Sequence[Tensor],
+    *,
+    layer: str | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Calibration:
     """Measured on up to 64 source images (C, *spatial) of one size, as the network takes them.
 
     `predictions` holds, all without labels:
@@ -39,6 +46,7 @@ def calibrate(model: nn.Module, images: Sequence[Tensor], *, layer: str | None =
     are dense, else of batches of 16.
     """
     chosen = list(images)[:MOST]
+    passed = _Passes(PASSES * len(chosen), progress)
     device = next(model.parameters()).device
     samples = LayerSamples()
     predictions, discrepancies = [], []
@@ -48,6 +56,7 @@ def calibrate(model: nn.Module, images: Sequence[Tensor], *, layer: str | None =
             seen = forward_with_features(model, memory.layer, image[None].to(device))
             prediction = probabilities(seen.logits)
             predictions.append(prediction.cpu())
+            passed()
             if seen.features is None:
                 continue
             reference = memory.recall(seen.features, prediction.shape[1:])
@@ -60,9 +69,10 @@ def calibrate(model: nn.Module, images: Sequence[Tensor], *, layer: str | None =
     found = {
         **prediction_ranges(predictions),
         "discrepancy": median(discrepancies) if discrepancies else None,
-        "ood_score": ood_levels(model, chosen, calibration) if enough and calibration.layers else None,
-        "entropy": entropy_levels(model, chosen) if enough and dense else None,
+        "ood_score": ood_levels(model, chosen, calibration, passed) if enough and calibration.layers else None,
+        "entropy": entropy_levels(model, chosen, passed) if enough and dense else None,
     }
+    passed.end()
     return Calibration(calibration.layers, calibration.eps, found, importance(model, chosen, dense=dense))
 
 
@@ -89,7 +99,24 @@ def _dense(prediction: Tensor) -> Tensor:
     return prediction if prediction.ndim > 2 else prediction[..., None]
 
 
-def ood_levels(model: nn.Module, images: Sequence[Tensor], calibration: Calibration) -> dict[str, float]:
+class _Passes:
+    """Tells how many passes through the network are done."""
+
+    def __init__(self, total: int, progress: Callable[[int, int], None]) -> None:
+        self.done, self.total, self.progress = 0, total, progress
+
+    def __call__(self) -> None:
+        self.done += 1
+        self.progress(self.done, self.total)
+
+    def end(self) -> None:
+        """Some networks need fewer passes."""
+        self.progress(self.total, self.total)
+
+
+def ood_levels(
+    model: nn.Module, images: Sequence[Tensor], calibration: Calibration, passed: Callable[[], None] = lambda: None
+) -> dict[str, float]:
     """OOD scores of source images, each measured against the others, and of useless images.
 
     - `first`: what 95 % of the images stay below at the first layer, which sees the scanner before the content
@@ -105,6 +132,7 @@ def ood_levels(model: nn.Module, images: Sequence[Tensor], calibration: Calibrat
         with samples.watching(model):
             for image in images:
                 model(change(image)[None].to(device))
+                passed()
         return measure(samples.stacked()).median(0).values.median().item()
 
     return {
@@ -115,7 +143,9 @@ def ood_levels(model: nn.Module, images: Sequence[Tensor], calibration: Calibrat
     }
 
 
-def entropy_levels(model: nn.Module, images: Sequence[Tensor]) -> dict[str, float]:
+def entropy_levels(
+    model: nn.Module, images: Sequence[Tensor], passed: Callable[[], None] = lambda: None
+) -> dict[str, float]:
     """The mean entropy of predictions under instance statistics, which remove what the scanner does to all of an image.
 
     - `median` of the images
@@ -127,7 +157,11 @@ def entropy_levels(model: nn.Module, images: Sequence[Tensor]) -> dict[str, floa
     device = next(model.parameters()).device
 
     def over(change: Callable[[Tensor], Tensor]) -> Tensor:
-        return torch.tensor([entropy(normalized(change(image)[None].to(device))).mean().item() for image in images])
+        found = []
+        for image in images:
+            found.append(entropy(normalized(change(image)[None].to(device))).mean().item())
+            passed()
+        return torch.tensor(found)
 
     intact, mixed = over(lambda image: image), over(shuffled)
     return {"median": intact.median().item(), "usual": intact.quantile(USUAL).item(), "shuffled": mixed.median().item()}

@@ -368,7 +368,12 @@ class SourceTraining:
         pairs = trained.pairs
         if "memory" in self.settings.with_:
             pairs = source_pairs(model, self._source_images(COUNT))
-        calibration = calibrate(model, self._source_images(MOST))
+        plan = Plan("calibration", 1, 1, 0.0, 0)
+        calibration = calibrate(
+            model,
+            self._source_images(MOST),
+            progress=lambda done, total: self.report(plan, 1, done, total, math.nan),
+        )
         return replace(trained, calibration=calibration, pairs=pairs, record={**trained.record, "finished": True})
 
     def _history(self, stage: Stage) -> list[Row]:

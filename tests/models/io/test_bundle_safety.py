@@ -6,6 +6,7 @@ import os
 import sys
 import zipfile
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -300,8 +301,35 @@ class TestZip:
 
     def test_size_is_limited(self, tmp_path, monkeypatch):
         monkeypatch.setattr(archive, "LARGEST", 100)
-        with pytest.raises(StateError, match="would unpack to more"):
+        with pytest.raises(StateError, match="would unpack to"):
             open_model(self.pack(tmp_path))
+
+    def test_so_is_how_much_it_grows(self, tmp_path, monkeypatch):
+        """Zeros shrink to a thousandth: no weights of a network do."""
+        monkeypatch.setattr(archive, "FREE", 10**6)
+        packed = self.pack(tmp_path)
+        with zipfile.ZipFile(packed, "a", zipfile.ZIP_DEFLATED) as file:
+            file.writestr("unet/models/zeros.bin", bytes(Path(packed).stat().st_size * 150 + 10**6))
+        with pytest.raises(StateError, match=r"b\.zip of \d+ MB would unpack to \d+ MB.*unpack it and give the folder"):
+            open_model(packed)
+
+    def test_only_what_is_needed_is_unpacked(self, tmp_path, monkeypatch):
+        """Not what lies beside the bundle, nor what a run left in it, however large it says it is."""
+        packed = self.pack(tmp_path, extra=[("unet/eval/big.bin", 0o100644), ("other/models/x.pt", 0o100644)])
+        unpacked = []
+        extract = zipfile.ZipFile.extractall
+        monkeypatch.setattr(
+            zipfile.ZipFile,
+            "extractall",
+            lambda file, place, members: unpacked.extend(members) or extract(file, place, members),
+        )
+        open_model(packed)
+        assert {Path(member.filename).parts[:2] for member in unpacked} == {("unet", "configs"), ("unet", "models")}
+
+    def test_a_bundle_that_may_run_is_there_as_a_whole(self, tmp_path):
+        packed = self.pack(tmp_path, extra=[("unet/scripts/own.py", 0o100644)])
+        with archive.unpacked(Path(packed), None) as folder:
+            assert (folder / "scripts" / "own.py").read_text() == "x"
 
     def test_torchscript_is_refused(self, tmp_path):
         torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), tmp_path / "b.ts")

@@ -177,6 +177,42 @@ class TestAdapting:
         same_as_nnunet(monkeypatch, capsys, tmp_path / "again", new, images, (0, 1))
 
 
+def test_bench_inspect_and_card_take_it(tmp_path, monkeypatch, capsys):
+    model = write_nnunet(tmp_path, 2, folds=("0", "1"), mirroring=(0,))
+    site = tmp_path / "site"
+    images = write_volumes(site / "imagesTr", shape=(9, 11, 3))
+    (site / "labelsTr").mkdir()
+    for file in images.iterdir():
+        label = (read_mask_of(file) > 100).astype(np.uint8)
+        nib.save(nib.Nifti1Image(label, OBLIQUE), site / "labelsTr" / file.name.replace("_0000", ""))
+    described = {"channel_names": {"0": "MR"}, "labels": {"background": 0, "cord": 1, "grey": 2}}
+    (site / "dataset.json").write_text(json.dumps(described | {"file_ending": ".nii.gz"}))
+    options = ("--methods", "source,tent", "--rates", "fixed:0.1", "-o", tmp_path / "bench")
+    code, _, err = typed(monkeypatch, capsys, "bench", "--model", model, "--target", site, *options)
+    assert code == 0, err
+    found = json.loads((tmp_path / "bench" / "results.json").read_text())
+    dice = {row["method"]: row["mean"] for row in found["summary"] if row["metric"] == "dice"}
+    adapt(monkeypatch, capsys, "-m", model, "-i", images, "-o", tmp_path / "out", "--method", "source")
+    by_hand = []
+    for name, mask in masks(tmp_path / "out").items():
+        label = read_mask(site / "labelsTr" / name)
+        by_hand.append(2 * ((mask == 1) & (label == 1)).sum() / ((mask == 1).sum() + (label == 1).sum()))
+    cord = {row["method"]: row["mean"] for row in found["summary"] if row["metric"] == "dice_cord"}
+    assert (cord or dice)["source"] == pytest.approx(np.mean(by_hand), abs=1e-6)
+    (tent,) = (stream for stream in found["streams"] if stream["method"] == "tent")
+    assert all(case["rate"] == pytest.approx(0.1) and case["loss"] > 0 for case in tent["cases"])
+    code, out, _ = typed(monkeypatch, capsys, "inspect", model, "--json")
+    assert json.loads(out)["kind"] == "nnunet"
+    assert json.loads(out)["methods"]["tent"]["works"]
+    code, out, _ = typed(monkeypatch, capsys, "model", "card", model)
+    assert "- **Data set**: Dataset001_phantom" in out
+    assert "- **Folds**: 0, 1" in out
+
+
+def read_mask_of(file):
+    return np.asarray(nib.load(file).dataobj)
+
+
 class Exploit:
     """Writes a file when it is unpickled."""
 

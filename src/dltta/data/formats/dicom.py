@@ -128,6 +128,9 @@ class Series:
     modified: float  # when the newest file was last written, seconds since 1970
 
 
+Uids = Literal["keep", "new"]
+
+
 @dataclass(frozen=True)
 class Anonymous:
     """How a segmentation is written that does not name its patient: a pseudonym, no dates, nothing else of the header.
@@ -137,7 +140,7 @@ class Anonymous:
     """
 
     pseudonym: str
-    uids: Literal["keep", "new"] = "keep"
+    uids: Uids = "keep"
     secret: str = field(default="", repr=False)
 
 

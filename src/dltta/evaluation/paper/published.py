@@ -3,8 +3,6 @@
 Published numbers come from `tables/*.json`, ours from `Results`; nothing is typed here.
 """
 
-import csv
-import io
 import json
 import math
 import statistics
@@ -16,6 +14,7 @@ from typing import Any
 from dltta.evaluation.formats import LATEX_SPECIAL
 from dltta.evaluation.results import Results, StreamResult
 from dltta.evaluation.tables import method_label, target_note
+from dltta.files import csv_table
 from dltta.metrics import mean_defined
 
 NOT_RUN = "not run"
@@ -227,16 +226,14 @@ def comparison_latex(table: Comparison) -> str:
 
 def comparison_csv(table: Comparison) -> str:
     """One line per number, empty where there is none; `about` in the last column."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
     parts = ["ours mean", "ours sd", "published mean", "published sd"]
-    writer.writerow(["row", "method", "rate", "column", *parts, "quoted from", "about"])
+    rows = [["row", "method", "rate", "column", *parts, "quoted from", "about"]]
     for row in table.rows:
         for column, cell in zip(table.columns, row.cells, strict=True):
             numbers = [_plain(part) for number in (cell.ours, cell.published) for part in _parts(number)]
             quoted = cell.published.quoted if cell.published and cell.published.quoted else ""
-            writer.writerow([row.label, row.method, row.rate, column, *numbers, quoted, table.about])
-    return out.getvalue()
+            rows.append([row.label, row.method, row.rate, column, *numbers, quoted, table.about])
+    return csv_table(rows)
 
 
 # ---- our numbers

@@ -6,6 +6,7 @@ MODEL/
   atta.safetensors     auto-encoders, if trained
   memory.safetensors   features and predictions of source images, if kept
   calibration.safetensors   how source images look to its layers, if measured
+  rehearsal.json       what to expect of candidates at other sites, if rehearsed (`rehearsal.py`)
   ttt/                 the network that TTT starts from, if trained: a checkpoint folder with its own calibration and
                        memory, and rotation.safetensors, the head that was trained jointly with it
   ttt++/               the same for TTT++, with contrast.safetensors: projection head and moments of source features
@@ -18,8 +19,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as tensors_to_bytes
@@ -27,9 +29,10 @@ from torch import Tensor, nn
 
 from dltta.data.case import Task
 from dltta.data.preprocessing import Preprocessing
-from dltta.errors import SettingError, StateError
+from dltta.errors import DlttaError, SettingError, StateError
 from dltta.files import write_atomically
 from dltta.models.calibration import Calibration
+from dltta.models.io.rehearsal import load_layers, load_rehearsal
 from dltta.models.nets.architecture import Architecture
 from dltta.models.parts.adaptors import insert_in_front
 from dltta.models.parts.autoencoders import AutoEncoders, Levels
@@ -45,6 +48,8 @@ MISSING = {
     "ttt++": "this model has no projection head, which TTT++ needs; train it with `--with ttt++`",
     "dtta": "this model has no image normalizer and denoiser, which DTTA needs; train it with `--with dtta`",
 }
+LARGEST, LONGEST = 4096, 64  # numbers in the description of a network, and how many of them in a row
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError, RecursionError)
 
 
 def training_words(losses: Sequence[str]) -> str:
@@ -109,6 +114,7 @@ class Checkpoint:
     contrastive: "Checkpoint | None" = None  # what TTT++ starts from; it has the projection head
     denoiser: Denoiser | None = None
     normalized: "Checkpoint | None" = None  # what DTTA starts from; with a normalizer in front; it has the denoiser
+    rehearsal: Mapping[str, Any] | None = None  # what was learned at simulated sites, see `evaluation.rehearsal`
 
     def modules(self) -> list[nn.Module]:
         """Every network and part that was trained."""
@@ -196,31 +202,88 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
 def load_checkpoint(folder: Path) -> Checkpoint:
     """Read a checkpoint folder; a missing, altered or foreign file is one clear `StateError`."""
     description = _read_description(folder)
+    rehearsal = load_rehearsal(folder)
     try:
-        architecture = Architecture(**description["architecture"])
-        model = architecture.build(seed=0)
-        if (part := description["auxiliary"].get("normalizer")) is not None:
-            insert_in_front(model, NAME, ImageNormalizer(architecture.spatial_dims, architecture.in_channels, **part))
-        _fill(model, folder, "model", description)
-        return Checkpoint(
-            model=model.eval(),
-            architecture=architecture,
-            task=description["task"],
-            classes=tuple(description["classes"]),
-            preprocessing=Preprocessing.from_json(description["preprocessing"]),
-            record=description["record"],
-            rotation=_load_rotation(folder, description),
-            reconstructions=_load_reconstructions(folder, description),
-            calibration=_load_calibration(folder, description),
-            pairs=_load_pairs(folder, description),
-            joint=_load_other(folder / "ttt", description["joint"]),
-            contrast=_load_contrast(folder, description),
-            contrastive=_load_other(folder / "ttt++", description.get("contrastive")),
-            denoiser=_load_denoiser(folder, description),
-            normalized=_load_other(folder / "dtta", description.get("normalized")),
+        return _load(folder, description, rehearsal)
+    except DlttaError:
+        raise
+    except MALFORMED as error:
+        reason = " ".join(str(error).split())[:160]
+        raise StateError(f"{folder / 'model.json'} is malformed: {reason}; train the model again") from error
+
+
+def _load(folder: Path, description: dict[str, Any], rehearsal: Mapping[str, Any] | None) -> Checkpoint:
+    architecture = Architecture(**description["architecture"])
+    classes, task = description["classes"], description["task"]
+    if task not in get_args(Task) or not _are_names(classes) or len(classes) != max(architecture.classes, 2):
+        raise StateError(f"{folder / 'model.json'} is malformed: task and classes do not fit its network")
+    if not isinstance(description["record"], dict):
+        raise StateError(f"{folder / 'model.json'} is malformed: it has no record of the training")
+    model = _built(folder, architecture, description)
+    return Checkpoint(
+        model=model.eval(),
+        architecture=architecture,
+        task=task,
+        classes=tuple(classes),
+        preprocessing=Preprocessing.from_json(description["preprocessing"]),
+        record=description["record"],
+        rotation=_load_rotation(folder, description),
+        reconstructions=_load_reconstructions(folder, description),
+        calibration=_load_calibration(folder, description) or load_layers(folder, rehearsal or {}),
+        pairs=_load_pairs(folder, description),
+        joint=_load_other(folder / "ttt", description["joint"]),
+        contrast=_load_contrast(folder, description),
+        contrastive=_load_other(folder / "ttt++", description.get("contrastive")),
+        denoiser=_load_denoiser(folder, description),
+        normalized=_load_other(folder / "dtta", description.get("normalized")),
+        rehearsal=rehearsal if rehearsal and rehearsal["batch_sizes"] else None,
+    )
+
+
+def _are_names(classes: object) -> bool:
+    return isinstance(classes, list) and all(isinstance(name, str) and name for name in classes)
+
+
+def _built(folder: Path, architecture: Architecture, description: dict[str, Any]) -> nn.Module:
+    """The network with its weights; built only if its weights are there, whatever size the description says."""
+    where = folder / "model.json"
+    shape = [architecture.spatial_dims, architecture.in_channels, architecture.classes]
+    if not _is_modest([shape, architecture.options]) or "weights" in architecture.options:
+        raise StateError(f"{where} is malformed: it describes no network that dltta train makes")
+    tensors = _tensors(folder, "model", description)
+    with torch.device("meta"):
+        sizes = {name: tensor.shape for name, tensor in _empty(architecture, description).state_dict().items()}
+    found = {name: tensor.shape for name, tensor in tensors.items()}
+    if sizes != found:
+        other = next(iter(name for name in (*sizes, *found) if sizes.get(name) != found.get(name)))
+        raise StateError(
+            f"{folder / 'model.safetensors'} does not fit the network in model.json: {other} is "
+            f"{_shape(found.get(other))}, not {_shape(sizes.get(other))}"
         )
-    except (KeyError, TypeError) as error:
-        raise StateError(f"{folder / 'model.json'} is malformed: {error}; train the model again") from error
+    model = _empty(architecture, description)
+    model.load_state_dict(tensors)
+    return model
+
+
+def _empty(architecture: Architecture, description: dict[str, Any]) -> nn.Module:
+    """The network as it was trained, with any weights."""
+    model = architecture.build(seed=0)
+    if (part := description["auxiliary"].get("normalizer")) is not None:
+        insert_in_front(model, NAME, ImageNormalizer(architecture.spatial_dims, architecture.in_channels, **part))
+    return model
+
+
+def _shape(shape: torch.Size | None) -> str:
+    return "missing" if shape is None else " x ".join(map(str, shape)) or "a number"
+
+
+def _is_modest(value: object) -> bool:
+    """Whether all numbers in it are such as a network that somebody trained has."""
+    if isinstance(value, dict):
+        return _is_modest(list(value.values()))
+    if isinstance(value, list | tuple):
+        return len(value) <= LONGEST and all(map(_is_modest, value))
+    return not isinstance(value, int | float) or 0 <= value <= LARGEST
 
 
 def _load_rotation(folder: Path, description: dict[str, Any]) -> Rotation | None:
@@ -248,6 +311,8 @@ def _load_calibration(folder: Path, description: dict[str, Any]) -> Calibration 
         return None
     tensors = _tensors(folder, "calibration", description)
     layers = {name: (tensors[f"{name}.0"], tensors[f"{name}.1"]) for name in part["eps"]}
+    if not isinstance(part["predictions"], dict) or not all(isinstance(eps, float) for eps in part["eps"].values()):
+        raise StateError(f"{folder / 'model.json'} is malformed: its calibration is not one; train the model again")
     fisher = {name.removeprefix(FISHER): each for name, each in tensors.items() if name.startswith(FISHER)}
     return Calibration(layers, part["eps"], part["predictions"], fisher)
 
@@ -317,8 +382,10 @@ def _read_description(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise StateError(f"{folder} is not a model: it has no model.json; `dltta train` writes such folders")
     try:
-        description = json.loads(path.read_text())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        description = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise StateError(f"{path} cannot be read ({error.strerror or error}); check its permissions") from error
+    except (ValueError, RecursionError) as error:
         raise StateError(f"{path} is not JSON: {error}") from error
     if not isinstance(description, dict) or description.get("format") != FORMAT:
         raise StateError(f"{path} has not the format {FORMAT} that this version reads; train it again")
@@ -345,7 +412,10 @@ def _tensors(folder: Path, name: str, description: dict[str, Any]) -> dict[str, 
 def _read_checked(path: Path, expected: str | None) -> bytes:
     if not path.is_file():
         raise StateError(f"{path} is missing; copy the whole model folder")
-    content = path.read_bytes()
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise StateError(f"{path} cannot be read ({error.strerror or error}); check its permissions") from error
     if _sha256(content) != expected:
         raise StateError(f"{path} is not the file that model.json was written with; copy the whole model folder")
     return content

@@ -1,6 +1,7 @@
 """2 networks. A network that somebody brought: what it takes as input and what its output means."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -83,6 +84,14 @@ class Window:
             raise InputError(f"windows of {self.patch} do not fit images of {spatial}")
         return spatial == self.size(spatial)
 
+    def count(self, spatial: tuple[int, ...]) -> int:
+        """How many windows an image of this size has."""
+        numbers = []
+        for side, length in zip(self.size(spatial), spatial, strict=True):
+            stride = max(int(side * (1 - self.overlap)), 1) if side < length else side
+            numbers.append(max(math.ceil((length - side) / stride), 0) + 1)
+        return math.prod(numbers)
+
     def slide(self, x: Tensor, network: Callable[[Tensor], Tensor]) -> Tensor:
         """The blended logits of a network that sees images x (B, C, *spatial) one window at a time, in order."""
         from monai.inferers import sliding_window_inference
@@ -149,6 +158,7 @@ class OpenedModel:
     reconstructions: Reconstructions | None = None  # what ATTA needs
     denoiser: Denoiser | None = None  # what DTTA needs beside its network
     calibration: Calibration | None = None  # how source images look to its layers
+    rehearsal: Mapping[str, Any] | None = None  # what was learned at simulated sites
     checkpoint: Checkpoint | None = None  # where it came from, if it is one of ours
     bundle: Path | None = None  # where it came from, if it is a bundle: the folder or zip
     nnunet: "NNUNetFolder | None" = None  # where it came from, if it is nnU-Net's

@@ -12,7 +12,7 @@ from torch import Tensor
 from dltta.data.case import Task
 from dltta.data.formats.images import Image
 from dltta.data.preprocessing import Preprocessing
-from dltta.errors import SettingError
+from dltta.errors import SettingError, StateError
 from dltta.models.compiled import program_kind
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
 from dltta.models.io.factories import call_factory, is_factory
@@ -26,6 +26,7 @@ from dltta.models.io.opened import (
     require_shape,
 )
 from dltta.models.io.probing import class_names, probe
+from dltta.models.io.rehearsal import load_layers, load_rehearsal, require_same_network
 from dltta.models.io.weights import load_weights
 
 __all__ = ["ModelSource", "OpenedModel", "Prepared", "Window", "open_model"]
@@ -200,7 +201,7 @@ def open_model(
 def open_checkpoint(checkpoint: Checkpoint, name: str) -> OpenedModel:
     """A checkpoint of ours as a network to run; its window is the patch that it was trained on."""
     architecture, preprocessing = checkpoint.architecture, checkpoint.preprocessing
-    patch = checkpoint.record.get("fingerprint", {}).get("patch")
+    patch = _trained_patch(checkpoint, name)
     opened = OpenedModel(
         model=checkpoint.model.eval(),
         task=checkpoint.task,
@@ -213,16 +214,42 @@ def open_checkpoint(checkpoint: Checkpoint, name: str) -> OpenedModel:
         prepare=_preparation(
             preprocessing, architecture.spatial_dims, architecture.in_channels, checkpoint.task, checkpoint.classes
         ),
-        window=Window(tuple(patch)) if patch else None,
-        size=tuple(patch) if patch else preprocessing.size,
+        window=Window(patch) if patch else None,
+        size=patch or preprocessing.size,
         rotation=checkpoint.rotation,
         contrast=checkpoint.contrast,
         reconstructions=checkpoint.reconstructions,
         denoiser=checkpoint.denoiser,
         calibration=checkpoint.calibration,
+        rehearsal=checkpoint.rehearsal,
         checkpoint=checkpoint,
     )
-    return replace(opened, fingerprint=_fingerprint(opened, preprocessing, architecture.as_json()))
+    opened = replace(opened, fingerprint=_fingerprint(opened, preprocessing, architecture.as_json()))
+    if opened.rehearsal is not None:
+        require_same_network(opened.rehearsal, opened.fingerprint, name)
+    return opened
+
+
+def with_rehearsal(opened: OpenedModel, folder: Path) -> OpenedModel:
+    """The model with what `dltta calibrate` wrote into a folder."""
+    rehearsal = load_rehearsal(folder)
+    if rehearsal is None:
+        raise SettingError(f"{folder} holds no calibration; `dltta calibrate -o {folder}` writes one")
+    require_same_network(rehearsal, opened.fingerprint, str(folder))
+    known = load_layers(folder, rehearsal) or opened.calibration
+    return replace(opened, rehearsal=rehearsal if rehearsal["batch_sizes"] else None, calibration=known)
+
+
+def _trained_patch(checkpoint: Checkpoint, name: str) -> tuple[int, ...] | None:
+    """The patch that the network was trained on, from the record of its training; None for whole images."""
+    trained = checkpoint.record.get("fingerprint", {})
+    patch = trained.get("patch") if isinstance(trained, dict) else trained
+    if not patch:
+        return None
+    axes = checkpoint.architecture.spatial_dims
+    if not isinstance(patch, list) or len(patch) != axes or not all(isinstance(n, int) and n > 0 for n in patch):
+        raise StateError(f"{name}: model.json is malformed: its patch is {str(patch)[:60]}; train the model again")
+    return tuple(patch)
 
 
 def _fingerprint(opened: OpenedModel, preprocessing: Preprocessing, network: Any) -> str:

@@ -54,7 +54,7 @@ def export_bundle(folder: Path, opened: OpenedModel, model: nn.Module | None = N
 
 def _write(folder: Path, opened: OpenedModel, weights: Mapping[str, Tensor]) -> None:
     if opened.bundle is not None:
-        with unpacked(opened.bundle) as source:
+        with unpacked(opened.bundle, COPIED) as source:
             _copy(source, folder)
     elif opened.checkpoint is not None:
         window = opened.window if isinstance(opened.window, Window) else None

@@ -7,7 +7,7 @@ from monai.inferers import SimpleInferer, SlidingWindowInferer
 from torch import nn
 
 from dltta.errors import SettingError, StateError
-from dltta.models.io.bundle.archive import unpacked
+from dltta.models.io.bundle.archive import OPENED, unpacked
 from dltta.models.io.bundle.config import BundleConfig
 from dltta.models.io.bundle.images import Pipeline, as_pipeline
 from dltta.models.io.bundle.meaning import Described, Postprocessing
@@ -27,7 +27,7 @@ def open_bundle(
     run_expressions: bool = False,
 ) -> OpenedModel:
     """The bundle in a folder or zip; what in its configuration cannot be honored is one `SettingError`."""
-    with unpacked(path) as folder:
+    with unpacked(path, None if run_expressions else OPENED) as folder:
         try:
             return _open(path, BundleConfig(folder, run_expressions=run_expressions), weights, task, classes, size)
         except RecursionError as error:

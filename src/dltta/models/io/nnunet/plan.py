@@ -27,6 +27,7 @@ class Plan:
     dataset: Mapping[str, Any]
     trainer: str
     mirroring: tuple[int, ...] | None  # spatial axes, as trained
+    in_channels: int
 
     @property
     def patch(self) -> tuple[int, ...]:
@@ -37,12 +38,6 @@ class Plan:
         """By value; nnU-Net numbers them without gaps. A label to ignore is no class."""
         named = {name: value for name, value in self.dataset["labels"].items() if name != "ignore"}
         return tuple(sorted(named, key=lambda name: int(_single(named[name]))))
-
-    @property
-    def in_channels(self) -> int:
-        from nnunetv2.utilities.label_handling.label_handling import determine_num_input_channels
-
-        return int(determine_num_input_channels(self.plans, self.configuration, dict(self.dataset)))
 
     def network(self) -> nn.Module:
         """As the trainer builds it, without weights and without deep supervision."""
@@ -64,6 +59,7 @@ class Plan:
 def read_plan(folder: NNUNetFolder, checkpoint: Mapping[str, Any]) -> Plan:
     """What cannot be honored is one `SettingError`: a cascade, regions."""
     require_nnunet(folder.path)
+    from nnunetv2.utilities.label_handling.label_handling import determine_num_input_channels
     from nnunetv2.utilities.plans_handling.plans_handler import PlansManager
 
     dataset = read_json(folder.path / "dataset.json")
@@ -84,7 +80,8 @@ def read_plan(folder: NNUNetFolder, checkpoint: Mapping[str, Any]) -> Plan:
             )
         mirroring = checkpoint.get("inference_allowed_mirroring_axes")
         axes = None if mirroring is None else tuple(int(axis) for axis in mirroring)
-        return Plan(plans, configuration, labels, dataset, str(checkpoint["trainer_name"]), axes)
+        channels = int(determine_num_input_channels(plans, configuration, dataset))
+        return Plan(plans, configuration, labels, dataset, str(checkpoint["trainer_name"]), axes, channels)
 
 
 def require_nnunet(path: Path) -> None:

@@ -1,0 +1,570 @@
+"""Rehearsal: labeled source images go through simulated sites, and what is best there is what a new site gets.
+
+All candidates predict streams of every simulated site; their scores, which labels give, and their signals, which need
+no label, are recorded. From them follow: which arms are worth their passes, what quality to expect of a candidate, and
+by what margins to choose. Everything that is reported was predicted for a site that the fit had not seen.
+"""
+
+import hashlib
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dltta.data.case import Task
+from dltta.data.shifts import HARMFUL, SOURCE_SITE, SimulatedSite, draw_sites
+from dltta.errors import DataError
+from dltta.files import write_atomically
+from dltta.models.calibration import Calibration
+from dltta.models.io.opened import OpenedModel
+from dltta.models.predictions import most_likely, probabilities
+from dltta.models.quantiles import SourceValues
+from dltta.quality.candidates import BATCH, EFFORTS, SOURCE, Arms, Plan, possible_arms, possible_plans
+from dltta.quality.choosing import Policy, Rehearsed, StreamMean, Yardstick, assemble, look
+from dltta.quality.estimate import Fitted, conformal_radius, fit
+from dltta.quality.measures import Table, Usual
+from dltta.training.calibration import calibrate
+from dltta.training.examples import Pair
+
+FORMAT = 1
+SCORED = 3  # how streams are recorded; another number records them again
+# batch size: cases; right or wrong says less than a Dice, so a classification takes more
+CASES: dict[Task, dict[int, int]] = {"segmentation": {1: 20}, "classification": {1: 16, 32: 64}}
+FEWEST_CASES: dict[Task, int] = {"segmentation": 8, "classification": 32}
+FEWEST_ONE_BY_ONE = 8
+MOST_SITES, FEWEST_SITES = 24, 8  # sites are what is generalized over: rather more of them than more cases
+PASSES, FURTHER = 10, 5  # arms with their flips; streams beside the simulated sites
+REFUSED = ("noise", "negative", "other modality")  # harmful sites that are rehearsed
+WORK = 2.5e12  # multiplications that a rehearsal may take: minutes on two cores
+OVERHEAD = 2e6  # multiplications that the call of a layer takes as long as
+CROP = 32  # crops are multiples of this
+WEIGHTS = (0.0, 0.25, 0.5, 1.0)
+DEFAULT_MARGINS = (1.0, 0.1, 0.05, 0.02, 0.01, 0.0)  # 1: always the default
+SOURCE_MARGINS = (0.0, 0.01, 0.02, 0.05)
+SMOOTHING = 0.05  # of the usual size of a class
+EMPTY_SLICE = 0.15  # weight of a slice that shows nothing, beside 1 for one of usual size: volumes are scored whole
+FLIP_TOLERANCE = 0.002  # so much may a flip cost source images on average
+FLAGGED_SOURCE, FLAGGED_REFUSED = 0.05, 0.9  # of source images at most, of harmful ones at least
+FRAMINGS: tuple["Framing", ...] = ("whole", "whole", "whole", "close")  # of the simulated sites in turn
+Framing = Literal["whole", "close", "anywhere"]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Cases in order, each through a simulated site."""
+
+    name: str
+    sites: tuple[SimulatedSite, ...]  # one after the other, in equal parts
+    harmful: bool = False
+    framing: Framing = "whole"
+
+    def pairs(self, cases: Sequence[Pair], seed: int) -> list[Pair]:
+        order = np.random.default_rng([seed, *self.name.encode()]).permutation(len(cases))
+        parts = np.array_split(order, len(self.sites))
+        changed = [
+            site.pair(*framed(cases[i], self.framing, [seed, int(i)]), int(i))
+            for site, part in zip(self.sites, parts, strict=True)
+            for i in part
+        ]
+        return changed
+
+
+def framed(pair: Pair, framing: Framing, seed: Sequence[int]) -> Pair:
+    """About three quarters of a dense image along each axis: around something, or anywhere. Small axes stay whole.
+
+    Other sites show other amounts of what is looked for, which changes the statistics of an image as a scanner does.
+    """
+    image, label = pair
+    if framing == "whole" or label.ndim == 0:
+        return pair
+    rng = np.random.default_rng(seed)
+    there = (label > 0).nonzero()
+    middle = there[int(rng.integers(len(there)))].tolist() if framing == "close" and len(there) else None
+    for axis, length in enumerate(label.shape):
+        if length < 3 * CROP:
+            continue
+        kept = max(round(0.75 * length / CROP), 1) * CROP
+        begin = int(rng.integers(length - kept + 1)) if middle is None else middle[axis] - kept // 2
+        begin = min(max(begin, 0), length - kept)
+        image, label = image.narrow(1 + axis, begin, kept), label.narrow(axis, begin, kept)
+    return image.contiguous(), label.contiguous()
+
+
+def cut(pair: Pair, size: Sequence[int], seed: Sequence[int]) -> Pair:
+    """A crop of this size (0: the whole axis): around something, or every third time anywhere; padded if too small."""
+    image, label = pair
+    rng = np.random.default_rng(seed)
+    there = (label > 0).nonzero()
+    close = len(there) > 0 and rng.random() < 2 / 3
+    middle = there[int(rng.integers(len(there)))].tolist() if close else None
+    for axis, (length, wanted) in enumerate(zip(label.shape, size, strict=True)):
+        kept = min(wanted or length, length)
+        begin = int(rng.integers(length - kept + 1)) if middle is None else middle[axis] - kept // 2
+        begin = min(max(begin, 0), length - kept)
+        image, label = image.narrow(1 + axis, begin, kept), label.narrow(axis, begin, kept)
+    missing = [max((wanted or length) - length, 0) for length, wanted in zip(label.shape, size, strict=True)]
+    padding = [side for each in reversed(missing) for side in (0, each)]
+    return F.pad(image, padding).contiguous(), F.pad(label, padding).contiguous()
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One stream: for each plan the signals (N, K, S) and scores (N, K) of its candidates, and both baselines (N,).
+
+    `weights` (N,) say how much each image counts.
+    """
+
+    signals: Mapping[str, Table]
+    scores: Mapping[str, Table]
+    source: Table
+    batch: Table
+    weights: Table
+
+    def mean(self, scores: Table) -> Any:
+        """Over the images, of (N,) or (N, K)."""
+        return np.average(scores, axis=0, weights=self.weights)
+
+
+def rehearse(
+    opened: OpenedModel,
+    cases: Sequence[Pair],
+    *,
+    sliced: bool = False,
+    seed: int = 0,
+    parts: Path | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """What `ChoosingAdapter` needs to know about a model, as JSON, from labeled cases as the network takes them.
+
+    `sliced` says that they are slices of volumes, which are scored whole. `parts` is a folder where finished streams
+    are kept, so that an interrupted rehearsal continues.
+    """
+    if not cases:
+        raise DataError("there is no labeled case to rehearse with")
+    setup = Setup.of(opened, cases, seed, sliced=sliced)
+    streams = setup.streams()
+    rows: dict[int, dict[str, Recorded]] = {size: {} for size in setup.extent.counts}
+    total = len(streams) * len(rows)
+    for done, (size, stream) in enumerate(product(rows, streams)):
+        if progress is not None:
+            progress(done, total)
+        rows[size][stream.name] = setup.recorded(stream, size, parts)
+    if progress is not None:
+        progress(total, total)
+    found = {str(size): setup.concluded(records, size) for size, records in rows.items()}
+    return {
+        "format": FORMAT,
+        "network": opened.fingerprint,
+        "cases": {str(size): count for size, count in setup.extent.counts.items()},
+        "sites": [{"name": stream.name, "changes": [site.describe() for site in stream.sites]} for stream in streams],
+        "usual": setup.usual.as_json(),
+        "values": {"mean": setup.values.mean, "spread": setup.values.spread},
+        "batch_sizes": found,
+    }
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is rehearsed: cases for each batch size, and simulated sites."""
+
+    counts: Mapping[int, int]
+    sites: int
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model, the cases it rehearses with, and what is usual at its source site."""
+
+    opened: OpenedModel
+    cases: Sequence[Pair]
+    calibration: Calibration | None
+    usual: Usual
+    values: SourceValues
+    flip: int | None
+    extent: Extent
+    seed: int
+    sliced: bool
+
+    @classmethod
+    def of(cls, opened: OpenedModel, cases: Sequence[Pair], seed: int, *, sliced: bool = False) -> "Setup":
+        model = opened.model.eval()
+        chosen = _spread(cases, max(CASES[opened.task].values()))
+        extent, chosen = affordable(model, chosen, opened.task)
+        chosen = _spread(chosen, max(extent.counts.values()))
+        images = [image for image, _ in chosen]
+        calibration = opened.calibration or calibrate(model, images)
+        with torch.no_grad():
+            predictions = [_predict(model, image) for image in images]
+        flip = best_flip(model, chosen, predictions)
+        usual, values = Usual.of(predictions), SourceValues.of(images)
+        return cls(opened, chosen, calibration, usual, values, flip, extent, seed, sliced)
+
+    @property
+    def yardstick(self) -> Yardstick:
+        return Yardstick(self.usual, self.values, self.calibration)
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        return possible_arms(self.opened.model, self.calibration, self.values)
+
+    def plans(self, effort: str) -> list[Plan]:
+        return possible_plans(self.arms, self.flip, EFFORTS[effort])
+
+    def every_plan(self) -> list[Plan]:
+        return list(dict.fromkeys(plan for effort in EFFORTS for plan in self.plans(effort)))
+
+    def streams(self) -> list[Stream]:
+        """The source itself, simulated sites, one that changes half-way, and harmful ones."""
+        channels, *spatial = self.cases[0][0].shape
+        drawn = strong_and_mild(
+            draw_sites(self.extent.sites, seed=self.seed, spatial_dims=len(spatial), channels=channels)
+        )
+        changing = Stream("half-way", (SOURCE_SITE, max(drawn, key=lambda site: site.severity)))
+        refused = [Stream(site.name, (site,), harmful=True) for site in HARMFUL if site.name in REFUSED]
+        sites = [Stream(site.name, (site,), framing=FRAMINGS[i % len(FRAMINGS)]) for i, site in enumerate(drawn)]
+        return [Stream("source", (SOURCE_SITE,)), *sites, changing, *refused]
+
+    def recorded(self, stream: Stream, batch_size: int, parts: Path | None) -> Recorded:
+        """Run, or as an interrupted rehearsal left it."""
+        if parts is None:
+            return self._record(stream, batch_size)
+        path = parts / f"{self._key(stream, batch_size)}.npz"
+        if not path.is_file():
+            parts.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, _packed(self._record(stream, batch_size)))
+        return _unpacked(path)
+
+    def _key(self, stream: Stream, batch_size: int) -> str:
+        cases = hashlib.sha256()
+        for image, label in self.cases:
+            cases.update(image.numpy().tobytes() + label.numpy().tobytes())
+        sites = [site.as_json() for site in stream.sites]
+        decisive = [
+            self.opened.fingerprint, cases.hexdigest(), sites, stream.framing, batch_size, SCORED, self.flip, self.seed,
+            self.sliced,
+        ]  # fmt: skip
+        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+
+    @torch.no_grad()
+    def _record(self, stream: Stream, batch_size: int) -> Recorded:
+        arms = Arms(
+            self.opened.model, self.arms, calibration=self.calibration, values=self.values, batch_size=batch_size
+        )
+        plans = self.every_plan()
+        sizes = sizes_of([label for _, label in self.cases], len(self.opened.classes))
+        smooth, counted = SMOOTHING * sizes, []
+        rows: dict[str, list[tuple[Table, Table]]] = {_name(plan): [] for plan in plans}
+        plain: dict[str, list[Table]] = {SOURCE: [], BATCH: []}
+        device = next(self.opened.model.parameters()).device
+        cases = _spread(self.cases, self.extent.counts[batch_size])
+        for batch in _batches(stream.pairs(cases, self.seed), batch_size):
+            x = torch.stack([image for image, _ in batch]).to(device)
+            labels = [label for _, label in batch]
+            counted += [slice_weight(label, sizes) if self.sliced else 1.0 for label in labels]
+            views = look(arms, self.arms, self.flip, x, self.yardstick)
+            arms.commit()
+            for plan in plans:
+                made = assemble(plan, views, self.usual)
+                rows[_name(plan)].append((made.signals, scores_of(made.predictions, labels, smooth)))
+            for name, column in plain.items():
+                given = views.plain.get(name, views.plain[SOURCE]).cpu()[:, None]
+                column.append(scores_of(given, labels, smooth)[:, 0])
+        return Recorded(
+            {name: np.concatenate([signals for signals, _ in each]) for name, each in rows.items()},
+            {name: np.concatenate([scores for _, scores in each]) for name, each in rows.items()},
+            np.concatenate(plain[SOURCE]),
+            np.concatenate(plain[BATCH]),
+            np.array(counted),
+        )
+
+    def concluded(self, records: Mapping[str, Recorded], batch_size: int) -> dict[str, Any]:
+        """For each effort what is run, and how it did on sites that its fit had not seen."""
+        harmful = [stream.name for stream in self.streams() if stream.harmful]
+        found: dict[str, Any] = {}
+        for effort in EFFORTS:
+            tried = [tuned(plan, records, harmful, batch_size) for plan in self.plans(effort)]
+            best = max(tried, key=lambda each: each.worth)
+            found[effort] = {**best.rehearsed.as_json(), "scores": best.table(records, harmful), "worth": best.worth}
+            found[effort]["tried"] = [{"plan": each.rehearsed.plan.as_json(), "worth": each.worth} for each in tried]
+        return found
+
+
+def strong_and_mild(drawn: Sequence[SimulatedSite]) -> list[SimulatedSite]:
+    """Sites as drawn, two of five with the changes of the next one on top: real sites differ in many ways at once."""
+    return [
+        replace(
+            site, changes=site.changes + drawn[(i + 1) % len(drawn)].changes,
+            severity=site.severity + drawn[(i + 1) % len(drawn)].severity,
+        )
+        if i % 5 in (1, 3)
+        else site
+        for i, site in enumerate(drawn)
+    ]  # fmt: skip
+
+
+def affordable(model: nn.Module, cases: Sequence[Pair], task: Task) -> tuple[Extent, list[Pair]]:
+    """What a rehearsal takes, and its cases, cropped where even the fewest would take too long.
+
+    It follows from the network and the images alone. Rehearsal one by one is left out of a classification where it
+    would take too long: batches are what is usual there.
+    """
+    pairs, (main, most), fewest = list(cases), list(CASES[task].items())[-1], FEWEST_CASES[task]
+    each, called = operations(model, pairs[0][0])
+    while task == "segmentation" and max(pairs[0][0].shape[1:]) >= 4 * CROP:
+        if (each + called) * fewest * PASSES * (FEWEST_SITES + FURTHER) <= WORK:
+            break
+        pairs = [_halved(pair) for pair in pairs]
+        each, called = operations(model, pairs[0][0])
+
+    def possible(size: int, sites: int) -> int:
+        return int(WORK / ((each + called / size) * PASSES * (sites + FURTHER)))
+
+    sites = MOST_SITES if possible(main, MOST_SITES) >= fewest else FEWEST_SITES
+    counts = {main: min(max(possible(main, sites), fewest), most, len(pairs))}
+    for size in list(CASES[task])[:-1]:
+        if (count := min(possible(size, sites), CASES[task][size], len(pairs))) >= min(FEWEST_ONE_BY_ONE, len(pairs)):
+            counts[size] = count
+    return Extent(counts, sites), pairs
+
+
+def operations(model: nn.Module, image: Tensor) -> tuple[float, float]:
+    """Multiplications in one pass of an image (C, *spatial), and those that take as long as calling the layers."""
+    counted: list[float] = []
+
+    def count(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        weight = layer.weight
+        transposed = getattr(layer, "transposed", False)
+        values = inputs[0] if transposed else output
+        counted.append(float(values[0].numel()) * float(weight[0].numel() if isinstance(weight, Tensor) else 1))
+
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.modules.conv._ConvNd | nn.Linear)]
+    handles = [layer.register_forward_hook(count) for layer in layers]
+    try:
+        with torch.no_grad():
+            model(image[None].to(next(model.parameters()).device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return sum(counted), OVERHEAD * sum(not list(layer.children()) for layer in model.modules())
+
+
+def _halved(pair: Pair) -> Pair:
+    """Half of the longest axis, around the middle of the foreground."""
+    image, label = pair
+    axis = int(np.argmax(image.shape[1:]))
+    length = image.shape[1 + axis]
+    kept = max(length // 2 // CROP * CROP, CROP)
+    there = (label > 0).nonzero()
+    middle = int(there[:, axis].float().mean()) if len(there) else length // 2
+    begin = min(max(middle - kept // 2, 0), length - kept)
+    return image.narrow(1 + axis, begin, kept).contiguous(), label.narrow(axis, begin, kept).contiguous()
+
+
+def best_flip(model: nn.Module, cases: Sequence[Pair], predictions: Sequence[Tensor]) -> int | None:
+    """The spatial axis whose flip, averaged in, scores best on source images; None if every one of them costs."""
+    labels = [label for _, label in cases]
+    smooth = SMOOTHING * sizes_of(labels, len(predictions[0]))
+    whole = zip(predictions, labels, strict=True)
+    plain = float(np.mean([scores_of(p[None, None], [label], smooth)[0, 0] for p, label in whole]))
+    found: dict[int, float] = {}
+    for axis in range(cases[0][0].ndim - 1):
+        scores = []
+        for (image, label), prediction in zip(cases, predictions, strict=True):
+            with torch.no_grad():
+                flipped = _predict(model, image.flip(1 + axis))
+            back = flipped.flip(1 + axis) if flipped.ndim > 1 else flipped
+            scores.append(scores_of(((prediction + back) / 2)[None, None], [label], smooth)[0, 0])
+        found[axis] = float(np.mean(scores))
+    best = max(found, key=lambda axis: found[axis])
+    return best if found[best] >= plain - FLIP_TOLERANCE else None
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A plan with the policy that does best on left-out sites."""
+
+    rehearsed: Rehearsed
+    worth: float  # its mean score less what it loses against the better of source model and batch statistics
+    given: Mapping[str, Table]  # scores (N,) of what was chosen, by site
+
+    def table(self, records: Mapping[str, Recorded], harmful: Sequence[str]) -> list[dict[str, Any]]:
+        """One row per site: means of both baselines, of every candidate, and of what was chosen."""
+        name, names = _name(self.rehearsed.plan), self.rehearsed.plan.candidates
+        return [
+            {
+                "site": site,
+                "source": float(record.mean(record.source)),
+                "batch": float(record.mean(record.batch)),
+                "candidates": dict(zip(names, record.mean(record.scores[name]).tolist(), strict=True)),
+                "chosen": float(record.mean(self.given[site])),
+                "harmful": site in harmful,
+            }
+            for site, record in records.items()
+        ]
+
+
+def tuned(plan: Plan, records: Mapping[str, Recorded], harmful: Sequence[str], batch_size: int = 1) -> Tuned:
+    """Fit the quality model and choose weight and margins, each site judged by a fit that left it out."""
+    name, names = _name(plan), plan.candidates
+    fitted = fit(
+        {site: record.signals[name] for site, record in records.items()},
+        {site: record.scores[name] for site, record in records.items()},
+        {site: record.weights for site, record in records.items()},
+    )
+    sites = [site for site in records if site not in harmful]
+    smoothed = {site: _smoothed(expected, batch_size) for site, expected in fitted.left_out.items()}
+    means = np.stack([records[site].mean(records[site].scores[name]) for site in sites])  # (sites, K)
+    defaults = [names[int((means.sum(0) - means[i]).argmax())] for i in range(len(sites))]
+    best: tuple[float, Policy, dict[str, Table]] | None = None
+    for default_margin, weight, source_margin in product(DEFAULT_MARGINS, WEIGHTS, SOURCE_MARGINS):
+        given = {}
+        for site, default in zip(sites, defaults, strict=True):
+            policy = Policy(default, weight, default_margin, source_margin)
+            chosen = policy.values(fitted.left_out[site], smoothed[site], names).argmax(1)
+            given[site] = records[site].scores[name][np.arange(len(chosen)), chosen]
+        worth = worth_of(given, records)
+        if best is None or worth > best[0] + 5e-4:  # the first of the alike trusts the default most
+            best = worth, Policy(names[int(means.sum(0).argmax())], weight, default_margin, source_margin), given
+    if best is None:
+        raise DataError("there is no policy to try")
+    worth, policy, given = best
+    rehearsed = _judged(plan, policy, fitted, smoothed, records, harmful)
+    for site in harmful:
+        chosen = policy.values(fitted.left_out[site], smoothed[site], names).argmax(1)
+        given[site] = records[site].scores[name][np.arange(len(chosen)), chosen]
+    return Tuned(rehearsed, worth, given)
+
+
+def _judged(
+    plan: Plan,
+    policy: Policy,
+    fitted: Fitted,
+    smoothed: Mapping[str, Table],
+    records: Mapping[str, Recorded],
+    harmful: Sequence[str],
+) -> Rehearsed:
+    """With the interval and the review threshold, from what was expected of left-out sites."""
+    name, names = _name(plan), plan.candidates
+    residuals: list[float] = []
+    expected: dict[str, Table] = {}
+    for site, found in fitted.left_out.items():
+        chosen = policy.values(found, smoothed[site], names).argmax(1)
+        rows = np.arange(len(chosen))
+        expected[site] = found[rows, chosen]
+        if site not in harmful:
+            residuals += (records[site].scores[name][rows, chosen] - expected[site]).tolist()
+    refused = np.concatenate([expected[site] for site in harmful]) if harmful else np.zeros(1)
+    usual = float(np.quantile(expected["source"], FLAGGED_SOURCE, method="lower"))
+    useless = float(np.quantile(refused, FLAGGED_REFUSED, method="higher")) + 1e-6
+    return Rehearsed(plan, policy, fitted.model, conformal_radius(residuals), min(usual, useless))
+
+
+def worth_of(given: Mapping[str, Table], records: Mapping[str, Recorded]) -> float:
+    """The mean score over sites, less what is lost against the better of source model and batch statistics.
+
+    That is the mean loss, a quarter of the greatest one, and half of that at the source site, where none is needed.
+    """
+    scores = np.array([records[site].mean(table) for site, table in given.items()])
+    plain = [(records[site].mean(records[site].source), records[site].mean(records[site].batch)) for site in given]
+    baselines = np.array([max(pair) for pair in plain])
+    losses = np.maximum(baselines - scores, 0)
+    home = losses[list(given).index("source")] if "source" in given else 0.0
+    return float(scores.mean() - losses.mean() - 0.25 * losses.max() - 0.5 * home)
+
+
+def _smoothed(expected: Table, batch_size: int) -> Table:
+    """(N, K): along the stream, as `StreamMean` gives it batch by batch."""
+    mean = StreamMean(expected.shape[1])
+    batches = [expected[begin : begin + batch_size] for begin in range(0, len(expected), batch_size)]
+    return np.concatenate([np.tile(mean.add(batch), (len(batch), 1)) for batch in batches])
+
+
+def sizes_of(labels: Sequence[Tensor], classes: int) -> Table:
+    """The mean number of positions of each foreground class where it occurs; 1 for a class that never does."""
+    found = np.ones(max(classes - 1, 0))
+    for value in range(1, classes):
+        counts = [int((label == value).sum()) for label in labels if label.ndim]
+        there = [count for count in counts if count]
+        found[value - 1] = np.mean(there) if there else 1.0
+    return found
+
+
+def slice_weight(label: Tensor, sizes: Table) -> float:
+    """How much a slice counts: as its foreground against the usual one, and a little if it has none."""
+    shares = [float((label == value).sum()) / usual for value, usual in enumerate(sizes, 1)]
+    return EMPTY_SLICE + min(float(np.mean(shares)), 2.0)
+
+
+def scores_of(predictions: Tensor, labels: Sequence[Tensor], smooth: Table) -> Table:
+    """Mean foreground Dice or accuracy of predictions (B, K, C, *positions), (B, K).
+
+    Dice is (2 |A∩B| + s) / (|A| + |B| + s) with s in `smooth` for each class, a part of its usual size: nothing where
+    nothing is scores 1, and a few positions too many there cost less than many.
+    """
+    return np.stack([_of_image(each, label, smooth) for each, label in zip(predictions, labels, strict=True)])
+
+
+def _of_image(predictions: Tensor, label: Tensor, smooth: Table) -> Table:
+    hard = most_likely(predictions)  # (K, *positions)
+    if label.ndim == 0:
+        right: Table = (hard == label).double().numpy()
+        return right
+    dice = []
+    for value, s in enumerate(smooth, 1):
+        ours, theirs = (hard == value).flatten(1), (label == value).flatten()
+        size = (ours.sum(1) + theirs.sum()).double().numpy()
+        both = (ours & theirs).sum(1).double().numpy()
+        dice.append((2 * both + s) / (size + s))
+    found: Table = np.mean(dice, axis=0)
+    return found
+
+
+def _predict(model: nn.Module, image: Tensor) -> Tensor:
+    return probabilities(model(image[None].to(next(model.parameters()).device)))[0].cpu()
+
+
+def _batches(pairs: Sequence[Pair], size: int) -> Iterator[Sequence[Pair]]:
+    """Images of one batch have one shape, as in `dltta adapt`."""
+    batch: list[Pair] = []
+    for pair in pairs:
+        if batch and (len(batch) == size or pair[0].shape != batch[0][0].shape):
+            yield batch
+            batch = []
+        batch.append(pair)
+    yield batch
+
+
+def _spread(cases: Sequence[Pair], count: int) -> list[Pair]:
+    """So many of the cases, evenly over their order."""
+    places = sorted({round(place) for place in np.linspace(0, len(cases) - 1, min(count, len(cases)))})
+    return [cases[place] for place in places]
+
+
+def _name(plan: Plan) -> str:
+    return "+".join(plan.arms) + ("" if plan.flip is None else f" flip {plan.flip}")
+
+
+def _packed(recorded: Recorded) -> bytes:
+    arrays = {f"signals/{name}": table for name, table in recorded.signals.items()}
+    arrays |= {f"scores/{name}": table for name, table in recorded.scores.items()}
+    buffer = io.BytesIO()
+    np.savez_compressed(
+        buffer, allow_pickle=False, source=recorded.source, batch=recorded.batch, weights=recorded.weights, **arrays
+    )
+    return buffer.getvalue()
+
+
+def _unpacked(path: Path) -> Recorded:
+    with np.load(path) as saved:
+        signals = {name.partition("/")[2]: saved[name] for name in saved.files if name.startswith("signals/")}
+        scores = {name.partition("/")[2]: saved[name] for name in saved.files if name.startswith("scores/")}
+        return Recorded(signals, scores, saved["source"], saved["batch"], saved["weights"])

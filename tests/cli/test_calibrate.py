@@ -1,0 +1,110 @@
+"""`dltta calibrate`, as a user types it, and what `dltta adapt` makes of it."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image as Pillow
+
+from streams import SEGMENTS, lines, save_model, typed
+
+pytestmark = pytest.mark.usefixtures("short_rehearsal", "no_power_cut")
+
+
+@pytest.fixture
+def dltta(monkeypatch, capsys):
+    return lambda *arguments: typed(monkeypatch, capsys, *arguments)
+
+
+def write_site(folder, *, labeled=True, count=6):
+    """Grey images with two bright boxes, in nnU-Net's layout."""
+    rng = np.random.default_rng(0)
+    places = ("imagesTr", "labelsTr") if labeled else ("imagesTs",)
+    for place in places:
+        (folder / place).mkdir(parents=True)
+    for index in range(count):
+        image, label = rng.integers(20, 90, (32, 32)), np.zeros((32, 32), dtype=np.uint8)
+        row, column = rng.integers(2, 12, 2)
+        for value, shift in ((1, 0), (2, 14)):
+            label[row + shift : row + shift + 6, column : column + 9] = value
+        image = (image + 50 * label).clip(0, 255).astype(np.uint8)
+        Pillow.fromarray(image).save(folder / places[0] / f"case_{index}_0000.png")
+        if labeled:
+            Pillow.fromarray(label).save(folder / "labelsTr" / f"case_{index}.png")
+    described = {"channel_names": {"0": "grey"}, "labels": {name: i for i, name in enumerate(SEGMENTS)}}
+    (folder / "dataset.json").write_text(json.dumps({**described, "file_ending": ".png"}))
+    return folder
+
+
+@pytest.mark.long
+def test_a_model_folder_is_rehearsed_in_place_and_every_prediction_has_an_expected_quality(dltta, tmp_path):
+    model, site = save_model(tmp_path / "model"), write_site(tmp_path / "site")
+    code, out, err = dltta("calibrate", "-m", model, "-i", site)
+    assert (code, "rehearse 7/7" in err) == (0, True)
+    assert "batches of 1: source, batch" in out
+    assert (model / "rehearsal.json").is_file()
+    assert not (model / "rehearsal.parts").exists()
+    arguments = ("adapt", "-m", model, "-i", site / "imagesTr", "-o")
+    code, out, err = dltta(*arguments, tmp_path / "out")
+    assert (code, "not rehearsed" in err) == (0, False)
+    entries = lines(tmp_path / "out")[1:]
+    assert all(0 <= entry["quality_low"] <= entry["quality"] <= entry["quality_high"] <= 1 for entry in entries)
+    flagged = sum(entry["review"] for entry in entries)
+    assert ("none to review" in out) == (flagged == 0)
+    edited = json.loads((model / "rehearsal.json").read_text())
+    for effort in edited["batch_sizes"]["1"].values():
+        effort["review_below"] = 2.0  # all of them
+    (model / "rehearsal.json").write_text(json.dumps(edited))
+    assert dltta(*arguments, tmp_path / "all", "--effort", "low")[0] == 0
+    code, out, _ = dltta(*arguments, tmp_path / "again", "--fail-on-review")
+    assert (code, "6 to review" in out) == (3, True)
+
+
+@pytest.mark.long
+def test_a_stopped_stream_of_a_rehearsed_model_goes_on_as_if_it_had_never_stopped(dltta, tmp_path):
+    model, site = save_model(tmp_path / "model"), write_site(tmp_path / "site")
+    assert dltta("calibrate", "-m", model, "-i", site, "-o", tmp_path / "known")[0] == 0
+    assert not (model / "rehearsal.json").exists()
+    arguments = ("adapt", "-m", model, "--calibration", tmp_path / "known", "-i", site / "imagesTr", "-o")
+    assert dltta(*arguments, tmp_path / "whole")[0] == 0
+    last = sorted((site / "imagesTr").iterdir())[3:]
+    away = tmp_path / "away"
+    away.mkdir()
+    for path in last:
+        path.rename(away / path.name)
+    assert dltta(*arguments, tmp_path / "parts")[0] == 0
+    for path in away.iterdir():
+        path.rename(site / "imagesTr" / path.name)
+    assert dltta(*arguments, tmp_path / "parts", "--resume")[0] == 0
+
+    def kept(folder):
+        told = [
+            {key: entry.get(key) for key in ("case", "candidate", "quality", "state_sha256")} for entry in lines(folder)
+        ]
+        return told, [path.read_bytes() for path in sorted(folder.glob("*.png"))]
+
+    assert kept(tmp_path / "parts") == kept(tmp_path / "whole")
+
+
+def test_images_without_labels_give_what_needs_none_and_it_is_said(dltta, tmp_path):
+    model, site = save_model(tmp_path / "model"), write_site(tmp_path / "site", labeled=False)
+    code, out, _ = dltta("calibrate", "-m", model, "-i", site, "-o", tmp_path / "known")
+    assert (code, "calibrated without labels with 6 images" in out) == (0, True)
+    code, _, err = dltta(
+        "adapt", "-m", model, "--calibration", tmp_path / "known", "-i", site / "imagesTs", "-o", tmp_path / "out"
+    )
+    assert (code, "was not rehearsed with" in err) == (0, True)
+    shrunken = ("--method", "ptbn", "--statistics", "shrinkage")
+    given = ("adapt", "-m", model, "--calibration", tmp_path / "known", "-i", site / "imagesTs", *shrunken)
+    assert dltta(*given, "-o", tmp_path / "shrunken")[0] == 0
+
+
+def test_mistakes_are_one_line(dltta, tmp_path):
+    model, site = save_model(tmp_path / "model"), write_site(tmp_path / "site")
+    code, _, err = dltta("adapt", "-m", model, "--calibration", site, "-i", site / "imagesTr", "-o", tmp_path / "out")
+    assert (code, "holds no calibration" in err) == (2, True)
+    described = json.loads((site / "dataset.json").read_text())
+    described["labels"] = {"background": 0, "a": 1}
+    (site / "dataset.json").write_text(json.dumps(described))
+    code, _, err = dltta("calibrate", "-m", model, "-i", site)
+    assert (code, "has segmentation of 2 classes" in err) == (2, True)

@@ -1,0 +1,359 @@
+"""Rehearsal: what it records, fits and chooses, by hand; and what it is for, on small networks."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dltta.config import make_adapter
+from dltta.data.preprocessing import Preprocessing
+from dltta.data.shifts import SOURCE_SITE, draw_sites
+from dltta.data.shifts.contrast import Contrast
+from dltta.data.shifts.site import SimulatedSite
+from dltta.errors import StateError
+from dltta.evaluation import rehearsal
+from dltta.evaluation.home import enough
+from dltta.evaluation.rehearsal import (
+    Recorded,
+    Stream,
+    affordable,
+    best_flip,
+    cut,
+    framed,
+    operations,
+    rehearse,
+    scores_of,
+    sizes_of,
+    slice_weight,
+    strong_and_mild,
+    tuned,
+    worth_of,
+)
+from dltta.models.io.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from dltta.models.io.opening import open_checkpoint, open_model
+from dltta.models.io.rehearsal import save_rehearsal
+from dltta.models.nets.architecture import Architecture
+from dltta.quality.candidates import Plan
+from dltta.quality.choosing import Rehearsed
+from dltta.quality.measures import SIGNALS
+from dltta.recipes import recommended
+from networks import Segmenter, trained
+from streams import classifier, segmenter
+
+
+def scored(predictions, labels):
+    return scores_of(predictions, labels, np.full(1, 0.05))
+
+
+def blob(seed, size=32):
+    """A grey image with a bright box, and its mask."""
+    rng = np.random.default_rng(seed)
+    image = torch.tensor(rng.normal(0.3, 0.05, (1, size, size)), dtype=torch.float32)
+    label = torch.zeros(size, size, dtype=torch.long)
+    row, column = rng.integers(2, size // 2, 2)
+    label[row : row + size // 3, column : column + size // 3] = 1
+    return image + 0.4 * label, label
+
+
+@pytest.fixture(scope="module")
+def trained_model(tmp_path_factory):
+    """A small U-Net that finds boxes, as a model folder."""
+    torch.manual_seed(0)
+    architecture = Architecture("unet", 2, 1, 2, {"width": 4})
+    model = architecture.build(seed=0)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    pairs = [blob(seed) for seed in range(16)]
+    x, y = (torch.stack(part) for part in zip(*pairs, strict=True))
+    model.train()
+    for _ in range(40):
+        loss = nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    folder = tmp_path_factory.mktemp("model")
+    save_checkpoint(
+        folder,
+        Checkpoint(model.eval(), architecture, "segmentation", ("background", "box"), Preprocessing(), {"epoch": 1}),
+    )
+    return folder
+
+
+# cases
+
+
+def test_dice_of_candidates_by_hand():
+    label = torch.tensor([[0, 1], [1, 0]])
+    right = nn.functional.one_hot(label, 2).movedim(-1, 0).float()
+    half = nn.functional.one_hot(torch.tensor([[0, 1], [0, 0]]), 2).movedim(-1, 0).float()
+    nothing = torch.stack([torch.ones(2, 2), torch.zeros(2, 2)])
+    stacked = torch.stack([right, half, nothing])[None]
+    sizes = sizes_of([label, 0 * label], 2)
+    assert sizes.tolist() == [2.0]  # where it occurs
+    s = 0.05 * 2
+    assert scores_of(stacked, [label], 0.05 * sizes)[0] == pytest.approx([1, (2 + s) / (3 + s), s / (2 + s)])
+    assert scores_of(stacked, [0 * label], 0.05 * sizes)[0] == pytest.approx(
+        [s / (2 + s), s / (1 + s), 1]
+    )  # rightly nothing
+    classes = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])
+    assert scored(classes, [torch.tensor(1)])[0].tolist() == [0, 1]
+
+
+def test_slices_count_as_their_foreground_and_a_little_without_any():
+    full = torch.tensor([[0, 1], [1, 0]])
+    sizes = sizes_of([full, 0 * full], 2)
+    assert [slice_weight(label, sizes) for label in (full, 0 * full)] == pytest.approx([1.15, 0.15])
+    weighted = Recorded({}, {}, np.array([1.0, 0.0]), np.zeros(2), np.array([1.0, 3.0]))
+    assert weighted.mean(weighted.source) == pytest.approx(0.25)
+
+
+def test_a_stream_goes_through_its_sites_one_after_the_other():
+    brighter = SimulatedSite("x", (Contrast(1.5),), variation=0.0)
+    cases = [blob(seed) for seed in range(4)]
+    pairs = Stream("half-way", (SOURCE_SITE, brighter)).pairs(cases, 0)
+    kept = [any(torch.equal(image, other) for other, _ in cases) for image, _ in pairs]
+    assert kept == [True, True, False, False]
+    again = Stream("half-way", (SOURCE_SITE, brighter)).pairs(cases, 0)
+    assert all(torch.equal(one[0], two[0]) for one, two in zip(pairs, again, strict=True))
+
+
+def test_two_of_five_sites_have_the_changes_of_another_on_top():
+    drawn = draw_sites(5, seed=1)
+    found = strong_and_mild(drawn)
+    assert [len(site.changes) > len(old.changes) for site, old in zip(found, drawn, strict=True)] == [
+        False, True, False, True, False,
+    ]  # fmt: skip
+    assert found[1].changes == drawn[1].changes + drawn[2].changes
+    assert found[3].severity == drawn[3].severity + drawn[4].severity
+
+
+def test_framing_keeps_image_and_label_together():
+    image, label = blob(0, 128)
+    marked = torch.cat([image, label[None].float()])
+    for framing in ("close", "anywhere"):
+        cropped, mask = framed((marked, label), framing, [1])
+        assert cropped.shape == (2, 96, 96)
+        assert torch.equal(cropped[1].long(), mask)
+    assert framed((image, label), "whole", [1])[0] is image
+    cropped, mask = cut((marked, label), (64, 0), [3])
+    assert cropped.shape == (2, 64, 128)
+    assert torch.equal(cropped[1].long(), mask)
+    padded, mask = cut((marked, label), (160, 128), [3])
+    assert (padded.shape, mask.shape) == ((2, 160, 128), (160, 128))
+
+
+def test_few_cases_come_again_in_other_framings():
+    pairs = [blob(seed, 128) for seed in range(3)]
+    assert len(enough(pairs, None)) == 9
+    assert [tuple(image.shape) for image, _ in enough(pairs, (64, 64))] == [(1, 64, 64)] * 24
+    assert len(enough([(torch.rand(1, 8, 8), torch.tensor(1))], None)) == 1
+
+
+def test_operations_by_hand():
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ConvTranspose2d(4, 2, 2, stride=2))
+    assert operations(model, torch.rand(1, 8, 8)) == (8 * 8 * 4 * 9 + 8 * 8 * 4 * (2 * 4), 2 * rehearsal.OVERHEAD)
+
+
+def test_large_images_are_cropped_until_a_rehearsal_is_affordable(monkeypatch):
+    model = nn.Conv2d(1, 2, 3, padding=1)
+    pairs = [blob(seed, 256) for seed in range(9)]
+    extent, kept = affordable(model, pairs, "segmentation")
+    assert (extent.counts, extent.sites, kept[0][0].shape) == ({1: 9}, rehearsal.MOST_SITES, (1, 256, 256))
+    monkeypatch.setattr(rehearsal, "WORK", 1e8)
+    monkeypatch.setattr(rehearsal, "OVERHEAD", 0.0)
+    extent, cropped = affordable(model, pairs, "segmentation")
+    assert (extent.counts, extent.sites) == ({1: 9}, rehearsal.FEWEST_SITES)
+    assert max(cropped[0][0].shape) < 128
+    assert cropped[0][1].any()
+
+
+def test_batches_come_first_where_one_by_one_would_take_too_long(monkeypatch):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
+    pairs = [(torch.rand(1, 8, 8), torch.tensor(i % 2)) for i in range(70)]
+    assert affordable(model, pairs, "classification")[0].counts == {32: 64, 1: 16}
+    monkeypatch.setattr(rehearsal, "OVERHEAD", 2e9)
+    assert affordable(model, pairs, "classification")[0].counts == {32: 64}
+    assert affordable(model, pairs[:5], "classification")[0].counts == {32: 5}
+
+
+class Sided(nn.Module):
+    """Finds what is bright in the left half only: flipped left and right it finds nothing there."""
+
+    def forward(self, x):
+        left = torch.zeros_like(x)
+        left[..., : x.shape[-1] // 2] = 1
+        found = (x > 0.5).float() * left
+        return 10 * torch.cat([0.5 - found, found - 0.5], 1)
+
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Parameter(torch.zeros(1))
+
+
+def test_a_flip_that_costs_source_images_is_not_used():
+    image = torch.zeros(1, 8, 8)
+    image[:, 2:5, 1:4] = 1.0  # only on the left
+    cases = [(image, (image[0] > 0).long())]
+    model = Sided()
+    predictions = [rehearsal._predict(model, image)]
+    assert best_flip(model, cases, predictions) == 0  # up and down costs nothing
+    halved = Sided()
+    halved.forward = lambda x: Sided.forward(model, torch.cat([x[:, :, :5], 0 * x[:, :, 5:]], 2))  # now both do
+    low = torch.zeros(1, 8, 8)
+    low[:, 0:3, 1:4] = 1.0
+    cases = [(low, (low[0] > 0).long())]
+    assert best_flip(halved, cases, [rehearsal._predict(halved, low)]) is None
+
+
+# choosing
+
+
+def recorded(site_scores, seed):
+    """Three candidates of one plan with these mean scores, and signals that tell them."""
+    rng = np.random.default_rng(seed)
+    scores = np.clip(np.array(site_scores) + 0.01 * rng.normal(size=(10, len(site_scores))), 0, 1)
+    signals = 0.1 * rng.normal(size=(10, len(site_scores), len(SIGNALS)))
+    signals[..., 0] = -10 * scores  # a clear entropy
+    name = "source+batch"
+    return Recorded({name: signals}, {name: scores}, scores[:, 0], scores[:, 1], np.ones(10))
+
+
+def test_worth_is_the_mean_less_what_is_lost_against_the_better_baseline():
+    plain = {
+        "a": Recorded({}, {}, np.array([0.6]), np.array([0.8]), np.ones(1)),
+        "b": Recorded({}, {}, np.array([0.9]), np.array([0.1]), np.ones(1)),
+    }
+    given = {"a": np.array([0.7]), "b": np.array([0.95])}
+    assert worth_of(given, plain) == pytest.approx(0.825 - 0.05 - 0.25 * 0.1)
+    at_home = {"source": plain["a"], "b": plain["b"]}
+    given = {"source": given["a"], "b": given["b"]}
+    assert worth_of(given, at_home) == pytest.approx(0.825 - 0.05 - 0.25 * 0.1 - 0.5 * 0.1)
+
+
+def test_signals_that_tell_the_better_candidate_lead_to_it_at_every_site():
+    sites = {f"site {i}": recorded([0.9, 0.5, 0.7, 0.7] if i % 2 else [0.5, 0.9, 0.7, 0.7], i) for i in range(8)}
+    sites["source"] = recorded([0.9, 0.8, 0.85, 0.85], 9)
+    found = tuned(Plan(("source", "batch")), sites, [])
+    chosen = {site: table.mean() for site, table in found.given.items()}
+    assert min(chosen.values()) > 0.85
+    assert found.rehearsed.radius < 0.2  # scores reach from 0.5 to 0.9
+
+
+def test_without_telling_signals_the_best_on_average_is_given_everywhere():
+    rng = np.random.default_rng(0)
+    sites = {name: recorded([0.6, 0.5, 0.8, 0.7], i) for i, name in enumerate(["source", *"abcdef"])}
+    for record in sites.values():
+        record.signals["source+batch"][:] = rng.normal(size=record.signals["source+batch"].shape)
+    found = tuned(Plan(("source", "batch")), sites, [])
+    assert found.rehearsed.policy.default == "mean"
+    assert np.mean([table.mean() for table in found.given.values()]) == pytest.approx(0.8, abs=0.01)
+
+
+def test_the_review_threshold_spares_source_images_and_flags_harmful_ones():
+    sites = {name: recorded([0.9, 0.8, 0.85, 0.85], i) for i, name in enumerate(["source", *"abcd"])}
+    sites["noise"] = recorded([0.1, 0.1, 0.1, 0.1], 7)
+    found = tuned(Plan(("source", "batch")), sites, ["noise"]).rehearsed
+    expected = {site: found.quality.expected(record.signals["source+batch"]) for site, record in sites.items()}
+    assert (expected["noise"].max(1) < found.review_below).mean() >= 0.9
+    assert (expected["source"].max(1) < found.review_below).mean() <= 0.05
+
+
+# the whole
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("short_rehearsal")
+def test_an_interrupted_rehearsal_continues_and_comes_out_the_same(trained_model, tmp_path, monkeypatch):
+    opened = open_model(str(trained_model))
+    cases = [blob(seed) for seed in range(20, 24)]
+    whole = rehearse(opened, cases)
+    ran = []
+    original = rehearsal.Setup._record
+
+    def interrupted(self, stream, size):
+        if len(ran) == 2:
+            raise KeyboardInterrupt
+        ran.append(stream.name)
+        return original(self, stream, size)
+
+    monkeypatch.setattr(rehearsal.Setup, "_record", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rehearse(opened, cases, parts=tmp_path / "parts")
+    monkeypatch.setattr(rehearsal.Setup, "_record", original)
+    assert len(list((tmp_path / "parts").iterdir())) == 2
+    again = rehearse(opened, cases, parts=tmp_path / "parts")
+    assert json.dumps(again) == json.dumps(whole)
+
+
+@pytest.mark.long
+def test_recommended_improves_on_the_source_model_at_another_scanner_and_keeps_it_at_home(trained_model, monkeypatch):
+    monkeypatch.setattr(rehearsal, "MOST_SITES", 6)
+    opened = open_model(str(trained_model))
+    opened = replace(opened, rehearsal=rehearse(opened, [blob(seed) for seed in range(20, 28)]))
+    darker = [(0.4 * image + 0.5, label) for image, label in (blob(seed) for seed in range(40, 52))]
+    at_home = [blob(seed) for seed in range(60, 72)]
+
+    def score(pairs):
+        adapter = make_adapter(opened, recommended())
+        steps = [adapter.step(image[None]) for image, _ in pairs]
+        assert all(0 <= step.decision.expected.score <= 1 for step in steps)
+        given = [
+            scored(step.logits.softmax(1)[None], [label])[0, 0] for step, (_, label) in zip(steps, pairs, strict=True)
+        ]
+        source = [scored(opened.model(image[None]).softmax(1)[None], [label])[0, 0] for image, label in pairs]
+        return np.mean(given), np.mean(source)
+
+    with torch.no_grad():
+        given, source = score(darker)
+        assert given > source + 0.02
+        given, source = score(at_home)
+        assert given >= source - 0.003
+
+
+@pytest.mark.usefixtures("short_rehearsal")
+def test_a_model_folder_keeps_its_rehearsal_and_refuses_that_of_another_network(trained_model, tmp_path):
+    checkpoint = load_checkpoint(trained_model)
+    save_checkpoint(tmp_path, checkpoint)
+    assert load_checkpoint(tmp_path).rehearsal is None
+    opened = open_checkpoint(checkpoint, "model")
+    found = rehearse(opened, [blob(seed) for seed in range(20, 24)])
+    save_rehearsal(tmp_path, found)
+    assert open_model(str(tmp_path)).rehearsal == json.loads(json.dumps(found))
+    save_rehearsal(tmp_path, {**found, "network": "0" * 64})
+    with pytest.raises(StateError, match="belongs to another network"):
+        open_model(str(tmp_path))
+    (tmp_path / "rehearsal.json").write_text("{")
+    with pytest.raises(StateError, match="is not JSON"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.usefixtures("short_rehearsal")
+@pytest.mark.parametrize(("axes", "kind"), [(2, "instance"), (3, "batch"), (3, "group")])
+def test_volumes_and_networks_without_stored_statistics_rehearse_too(axes, kind):
+    shape = (8, 12, 10)[:axes]
+    rng = torch.Generator().manual_seed(0)
+    cases = [(torch.rand(1, *shape, generator=rng), torch.randint(0, 3, shape, generator=rng)) for _ in range(3)]
+    opened = segmenter(model=trained(Segmenter(axes=axes, kind=kind)), spatial_dims=axes)
+    found = json.loads(json.dumps(rehearse(opened, cases)))
+    arms = found["batch_sizes"]["1"]["default"]["plan"]["arms"]
+    assert arms[:2] == (["source", "batch"] if kind == "batch" else ["source", "matched"])
+    adapter = make_adapter(replace(opened, rehearsal=found, calibration=None), recommended())
+    step = adapter.step(cases[0][0][None])
+    assert step.logits.shape == (1, 3, *shape)
+    assert step.decision.expected is not None
+
+
+@pytest.mark.usefixtures("short_rehearsal")
+def test_a_classification_is_rehearsed_in_batches_and_runs_with_the_nearest():
+    rng = torch.Generator().manual_seed(0)
+    cases = [(torch.rand(1, 8, 12, generator=rng), torch.tensor(i % 3)) for i in range(6)]
+    opened = classifier()
+    found = json.loads(json.dumps(rehearse(opened, cases)))
+    assert set(found["batch_sizes"]) == {"1", "32"}
+    opened = replace(opened, rehearsal=found)
+    for size, nearest in ((200, "32"), (8, "32"), (2, "1")):
+        adapter = make_adapter(opened, replace(recommended(), batch_size=size))
+        assert adapter.rehearsed.as_json() == Rehearsed.from_json(found["batch_sizes"][nearest]["default"]).as_json()
+        assert adapter.step(torch.stack([image for image, _ in cases])).logits.shape == (6, 3)
