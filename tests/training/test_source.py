@@ -196,7 +196,7 @@ def test_networks_say_what_they_were_trained_with_and_which_epoch_was_best(both)
     _, checkpoint = both
     rows = checkpoint.record["history"]
     assert [(row["stage"], row["epoch"]) for row in rows] == [
-        (stage, epoch) for stage in ("task", "ttt", "dtta", "denoiser", "atta") for epoch in (1, 2)
+        (stage, epoch) for stage in ("task", "ttt", "ttt++", "dtta", "denoiser", "atta") for epoch in (1, 2)
     ]
     for stage, found in (("task", checkpoint), ("ttt", checkpoint.joint)):
         assert found.record["losses"] == ["task", "rotation"][: 1 if stage == "task" else 2]
@@ -302,7 +302,7 @@ def test_the_default_rate_is_the_papers_for_the_task(tmp_path, task, rate):
         rates.add((plan.stage, plan.learning_rate))
 
     training(tmp_path, site=Blobs(task, size=32), epochs=1, with_=("ttt",), report=note).run()
-    assert rates == {("task", rate), ("ttt", rate)}
+    assert rates == {("task", rate), ("ttt", rate), ("calibration", 0.0)}
 
 
 class Stop(Exception):

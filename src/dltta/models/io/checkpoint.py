@@ -278,12 +278,12 @@ def _shape(shape: torch.Size | None) -> str:
 
 
 def _is_modest(value: object) -> bool:
-    """Whether all numbers in it are such as a network that somebody trained has."""
+    """Whether all sizes in it (whole numbers) are such as a network that somebody trained has."""
     if isinstance(value, dict):
         return _is_modest(list(value.values()))
     if isinstance(value, list | tuple):
         return len(value) <= LONGEST and all(map(_is_modest, value))
-    return not isinstance(value, int | float) or 0 <= value <= LARGEST
+    return not isinstance(value, int) or 0 <= value <= LARGEST
 
 
 def _load_rotation(folder: Path, description: dict[str, Any]) -> Rotation | None:
