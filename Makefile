@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help setup test test-fast test-slow lint format demo docs docs-serve dist bench-speed bench-adapt bench-harm bench-serve clean
+.PHONY: help setup test test-fast test-slow test-extras peers lint format demo docs docs-serve dist bench-speed bench-adapt bench-harm bench-serve clean
 help:
 	@echo "make demo       train at a synthetic hospital A, adapt to hospital B; see runs/demo/oct/report.html"
 	@echo "make test       build .venv and run the tests"
 	@echo "make test-fast  the same without those of several seconds: for all day"
 	@echo "make test-slow  those of minutes"
+	@echo "make test-extras   those of the service, nnU-Net, the grid and DICOM peers, in an environment with all extras"
 	@echo "make lint       ruff and mypy --strict"
 	@echo "make format     let ruff rewrite the code"
 	@echo "make docs       build the documentation into site/ (make docs-serve: show it on port 8001)"
@@ -30,6 +31,26 @@ test-fast: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
+
+# nnunetv2 asks for timm, which asks for torchvision, of which there is no build for the CPU build of torch; its plain
+# trainer needs neither, and a torchvision that cannot be imported is worse than none
+EXTRAS := .venv-extras
+$(EXTRAS)/.installed: pyproject.toml constraints.txt
+	test -x $(EXTRAS)/bin/python || $(PYTHON) -m venv $(EXTRAS)
+	$(EXTRAS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,serve,nnunet,grid]"
+	$(EXTRAS)/bin/python -m pip uninstall --quiet --yes timm torchvision
+	touch $@
+
+test-extras: $(EXTRAS)/.installed
+	$(EXTRAS)/bin/python -m pytest -n 2 -rs $(EXTRA_TESTS)
+EXTRA_TESTS := tests/serving/test_cluster.py tests/serving/test_page_in_chromium.py tests/serving/test_dicom_peers.py \
+  tests/models/io/test_nnunet.py tests/evaluation/test_given_models.py
+
+# programs that tests talk to, where there is apt: a browser, DICOM senders and a judge of DICOM files
+peers:
+	command -v apt-get >/dev/null || { echo "no apt-get here: install chromium, dcmtk and dicom3tools yourself"; exit 0; }; \
+	if command -v chromedriver storescu dciodvfy >/dev/null; then exit 0; fi; \
+	apt-get update --quiet=2 && apt-get install --quiet=2 --yes chromium chromium-driver dcmtk dicom3tools >/dev/null
 
 lint: setup
 	$(BIN)/ruff check .
@@ -80,4 +101,4 @@ bench-serve: setup
 	$(BIN)/python benchmarks/serve.py
 
 clean:
-	rm -rf $(VENV) $(VENV)-wheel build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) $(EXTRAS) $(EMPTY) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

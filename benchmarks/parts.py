@@ -1,6 +1,7 @@
 """The parts of the speed benchmark; each runs in a process of its own and gives back what JSON can hold."""
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -57,11 +58,13 @@ def timing(workload: Workload, settings: argparse.Namespace) -> dict[str, Any]:
 def methods(workload: Workload, settings: argparse.Namespace) -> dict[str, Any]:
     """Seconds of a step of every method that the paper does not compare, and their ratio to the plain forward pass."""
     repeats = settings.repeats or max(2, workload.repeats // 3)
+    load = os.getloadavg()[0]  # before this program adds to it
     made = {name: make(workload) for name, make in newer_rows(workload).items()}
     rounds = interleaved({name: row.run for name, row in made.items()}, repeats)
     seconds = medians(rounds)
     rows = [{"name": name, "seconds": seconds[name], "ratio": ratio(rounds, name, PLAIN)} for name in made]
-    return {"title": workload.title, "repeats": repeats, "rows": rows}
+    alone = {"threads": torch.get_num_threads(), "load": round(load, 1)}
+    return {"title": workload.title, "repeats": repeats, **alone, "rows": rows}
 
 
 def bank(workload: Workload) -> dict[str, Any]:

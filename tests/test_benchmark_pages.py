@@ -116,8 +116,9 @@ def test_runs_of_useless_images():
 def test_newer_methods_are_shown_against_a_plain_pass():
     rows = [{"name": "plain forward", "seconds": 0.1, "ratio": 1.0, "peak_bytes": 2e6}]
     rows += [{"name": "SAR", "seconds": 0.35, "ratio": 3.46, "peak_bytes": 5e6}]
-    text = speed_page._methods([{"title": "OCT", "repeats": 3, "rows": rows}])
+    text = speed_page._methods([{"title": "OCT", "repeats": 3, "threads": 1, "load": 0.2, "rows": rows}])
     assert "| SAR | 3.5 | 350 | 5 |" in text
+    assert "### OCT; threads: 1, load of the machine before: 0.2" in text
     assert speed_page._methods([]) == ""
 
 

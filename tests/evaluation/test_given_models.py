@@ -14,6 +14,7 @@ from dltta.data.preprocessing import Preprocessing
 from dltta.models.io.checkpoint import Checkpoint, save_checkpoint
 from dltta.models.nets.architecture import Architecture
 from networks import trained
+from streams import save_model
 
 CODE = """
 import torch
@@ -281,3 +282,25 @@ class TestPrograms:
             code, _, err = typed(monkeypatch, capsys, "inspect", tmp_path / name)
             assert (code, err.count("\n")) == (2, 1)
             assert f"{words} has no layers to adapt" in err
+
+
+def test_slices_of_a_given_model_are_scored_as_the_volumes_that_they_make_up(tmp_path, dltta):
+    import nibabel as nib
+
+    site = tmp_path / "site"
+    rng = np.random.default_rng(0)
+    for number in range(2):
+        label = np.zeros((32, 32, 3), np.uint8)
+        label[4:12, 6:20, 1:] = 1  # the first slice is empty
+        image = np.clip(90 * label + rng.normal(60, 20, label.shape), 0, 255).astype(np.float32)
+        for folder, name, values in (("imagesTr", f"v{number}_0000", image), ("labelsTr", f"v{number}", label)):
+            (site / folder).mkdir(parents=True, exist_ok=True)
+            nib.save(nib.Nifti1Image(values, np.diag([1.0, 1.0, 4.0, 1.0])), site / folder / f"{name}.nii.gz")
+    description = {"channel_names": {"0": "grey"}, "labels": {"background": 0, "blob": 1, "c": 2}}
+    (site / "dataset.json").write_text(json.dumps(description | {"file_ending": ".nii.gz"}))
+    model = save_model(tmp_path / "model")
+    dltta("bench", "--model", model, "--target", f"slices:{site}", "--methods", "source", "-o", tmp_path / "bench")
+    (stream,) = json.loads((tmp_path / "bench" / "results.json").read_text())["streams"]
+    assert [row["case"] for row in stream["volumes"]] == ["v0", "v1"]
+    assert len(stream["cases"]) == 6
+    assert ("source", "none") in summary(tmp_path / "bench")

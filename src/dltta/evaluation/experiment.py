@@ -147,6 +147,8 @@ class Experiment:
         learned = [method for method in self.methods if method in UDA]
         if learned:
             raise SettingError(f"{learned[0]} learns with source images; give --source, not a model")
+        if SHUFFLED in self.rates:
+            raise SettingError("shuffled rates are a control of models that are trained here; leave them out")
         if self.seeds != 1:
             raise SettingError(f"a given model is one network, got {self.seeds} seeds; use --orders to repeat streams")
 

@@ -16,7 +16,8 @@ from dltta.data.formats.format import Geometry, Image
 from dltta.data.sites import SiteFolder
 from dltta.data.streams import SiteStream
 from dltta.errors import DataError, SettingError
-from dltta.evaluation.run import CaseRecord, Collect, StreamRecord, record_case, stream_metrics
+from dltta.evaluation.run import CaseRecord, Collect, StreamRecord, record_case, stream_record
+from dltta.evaluation.stacks import Stacks
 from dltta.models.io.opened import OpenedModel
 from dltta.predictor import Loaded, Predictor, load
 
@@ -32,6 +33,7 @@ def run_files(
     """The record of a stream in this order; images of a batch must have one shape, as the network takes them."""
     require_site(predictor.opened, dataset)
     rows: list[CaseRecord] = []
+    stacks = Stacks()
     for start in range(0, len(order), batch_size):
         read = [read_case(dataset, index) for index in order[start : start + batch_size]]
         cases, loaded = [case for case, _ in read], [load(predictor.opened, image, "") for _, image in read]
@@ -41,9 +43,11 @@ def run_files(
         for position, (case, (prediction, step)) in enumerate(zip(cases, predicted, strict=True)):
             row = record_case(case, prediction, dataset, step, position, seconds)
             rows.append(row)
+            if row.volume is not None:
+                stacks.add(case, prediction)
             if collect is not None:
                 collect(case, prediction, row)
-    return StreamRecord(dataset.site, dataset.task, stream_metrics(rows, dataset.task), tuple(rows))
+    return stream_record(dataset, rows, stacks)
 
 
 def _predict(predictor: Predictor, cases: Sequence[Case], loaded: Sequence[Loaded]) -> list[tuple[Tensor, Step]]:

@@ -133,6 +133,11 @@ def run_stream(
                 collect(case, prediction, row)
         if progress is not None:
             progress(len(rows), len(order))
+    return stream_record(dataset, rows, stacks)
+
+
+def stream_record(dataset: Dataset, rows: Sequence[CaseRecord], stacks: Stacks) -> StreamRecord:
+    """The record of cases, and of the volumes that slices among them make up."""
     volumes = tuple(_volume_row(volume, dataset.classes) for volume in stacks.volumes())
     record = StreamRecord(dataset.site, dataset.task, {}, tuple(rows), volumes=volumes)
     return replace(record, metrics=stream_metrics(record.scored, dataset.task))
