@@ -44,7 +44,7 @@ $(EXTRAS)/.installed: pyproject.toml constraints.txt
 test-extras: $(EXTRAS)/.installed
 	$(EXTRAS)/bin/python -m pytest -n 2 -rs $(EXTRA_TESTS)
 EXTRA_TESTS := tests/serving/test_cluster.py tests/serving/test_page_in_chromium.py tests/serving/test_dicom_peers.py \
-  tests/models/io/test_nnunet.py tests/evaluation/test_given_models.py
+  tests/models/io/test_nnunet.py tests/evaluation/test_given_models.py tests/evaluation/test_runners.py
 
 # programs that tests talk to, where there is apt: a browser, DICOM senders and a judge of DICOM files
 peers:

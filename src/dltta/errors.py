@@ -40,6 +40,10 @@ class DataError(DlttaError, ValueError):
     """A data set on disk that is missing something or malformed."""
 
 
+class WorkerLostError(DlttaError, RuntimeError):
+    """A task of a grid whose workers were lost again and again."""
+
+
 def require(what: str, found: str, known: Iterable[str]) -> None:
     """Raise with the nearest right spelling unless `found` is known."""
     known = [str(name) for name in known]  # members of an enum are shown as they are written

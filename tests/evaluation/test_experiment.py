@@ -11,6 +11,7 @@ import dltta.evaluation.experiment
 from dltta.errors import DataError, SettingError
 from dltta.evaluation.experiment import Experiment, run_experiment
 from dltta.evaluation.results import Results
+from dltta.evaluation.runners import Local
 from dltta.models.io.checkpoint import load_checkpoint, save_checkpoint
 from dltta.recipes import Recipe, paper, recipe_for
 from dltta.training import TrainingSettings
@@ -152,7 +153,7 @@ def test_targets_of_another_task_fail_before_anything_is_trained(tmp_path):
 @pytest.mark.slow
 def test_processes_give_the_same_results_as_one(finished, tmp_path):
     folder, _ = finished
-    run_experiment(replace(small(folder), output=str(tmp_path)), processes=2)
+    run_experiment(replace(small(folder), output=str(tmp_path)), runner=Local(2))
     ours, theirs = (Results.load(path / "results.json") for path in (tmp_path, folder))
     assert ours.streams == theirs.streams
 

@@ -3,14 +3,20 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from dltta.cli.options import FLAG, MODEL_HELP, Device, Json, OwnModel, count_processes, require_device, split_names
+from dltta.cli.grid import GridOptions, plan_json, plan_lines
+from dltta.cli.options import FLAG, MODEL_HELP, Device, Json, OwnModel, count_processes, split_names
 from dltta.errors import SettingError
 from dltta.methods import PAPER_METHODS, Method, Optimizer
 from dltta.recipes import ALL, UDA, Recipe
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dltta.evaluation.results import Results
 
 
 @dataclass(frozen=True)
@@ -93,13 +99,20 @@ class RunOptions:
             show_default="the output folder",
         ),
     ] = None
-    processes: Annotated[int, typer.Option("-j", "--jobs", metavar="N", help="Streams that run at the same time.")] = 1
+    processes: Annotated[int, typer.Option("-j", "--jobs", metavar="N", help="Tasks that run at the same time.")] = 1
     device: Device = "cpu"
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", metavar=FLAG, help="List the trainings and streams with an estimate, and run nothing."
+        ),
+    ] = False
 
 
 def bench(
     compared: Compared,
     running: RunOptions,
+    grid: GridOptions,
     own: OwnModel,
     config: Annotated[
         Path | None, typer.Argument(metavar="CONFIG", help="A TOML file, such as those in configs.")
@@ -142,19 +155,22 @@ def bench(
     """Compare methods and learning-rate rules from source sites to target sites: results.json, tables, report.
 
     Options given here win over those in CONFIG. Finished streams are not run again: after an interruption the same
-    command continues.
+    command continues. Lists in the table [adaptation] of CONFIG, such as alpha = [1e-4, 1e-3], are run in every
+    combination, with results in a folder for each.
 
     Examples:
         dltta bench --source data/a --target data/b -o runs/ab
         dltta bench --source data/a --target data/b --methods all -o runs/ab
         dltta bench --model bundles/spleen --target data/b -o runs/spleen
         dltta bench configs/real/nuclei_tissue.toml --data sites -j 2
+        dltta bench configs/real/nuclei_tissue.toml --dry-run
+        dltta bench configs/real/nuclei_tissue.toml --on slurm -j 8
     """
     from dltta.cli.progress import bars
-    from dltta.cli.report import show
     from dltta.config import build, read_toml
-    from dltta.evaluation.experiment import Experiment, run_experiment
-    from dltta.evaluation.headline import sentences
+    from dltta.evaluation.experiment import Experiment, run_sweep
+    from dltta.evaluation.plan import make_plan
+    from dltta.evaluation.sweep import points, write_sweep
     from dltta.training import TrainingSettings
     from dltta.training.settings import AUXILIARIES
 
@@ -173,25 +189,56 @@ def bench(
     asked = "with" in training
     needed = [*table.get("methods", list(PAPER_METHODS)), *(["memory"] if adaptation.get("prefill") else [])]
     training.setdefault("with", [name for name in AUXILIARIES if name in needed])
+    swept = points(adaptation)
+    recipes = {point.name: _shared_recipe(dict(point.table)) for point in swept}
     experiment = build(
         Experiment,
         {
             **table,
             "training": build(TrainingSettings, training, "[training]"),
-            "adaptation": _shared_recipe(adaptation),
+            "adaptation": recipes[swept[0].name],
         },
         str(config or "the command line"),
     )
     if ALL in experiment.methods and not asked:
         experiment = experiment.with_all_parts()
-    processes, device = count_processes(running.processes, running.device), require_device(running.device)
+    processes = count_processes(running.processes, running.device)
+    runner = grid.runner(processes, experiment.work_folder / "jobs")
+    if running.dry_run:
+        plan = make_plan(experiment, recipes)
+        typer.echo(json.dumps(plan_json(plan, processes)) if as_json else "\n".join(plan_lines(plan, processes)))
+        return
+    device, tracker = grid.device(running.device), grid.tracker(experiment.folder)
     with bars() as listener:
-        results = run_experiment(experiment, device=device, processes=processes, listener=listener)
+        results = run_sweep(experiment, recipes, device=device, runner=runner, listener=listener, tracker=tracker)
+    if "" in results:
+        _tell(experiment.folder, results[""], as_json)
+    else:
+        _tell_sweep(write_sweep(experiment.folder, swept, results), results, as_json)
+
+
+def _tell(folder: Path, results: "Results", as_json: bool) -> None:
+    from dltta.cli.report import show
+    from dltta.evaluation.headline import sentences
+
     if as_json:
-        typer.echo(json.dumps({"results": str(experiment.folder / "results.json"), "headline": sentences(results)}))
+        typer.echo(json.dumps({"results": str(folder / "results.json"), "headline": sentences(results)}))
         return
     show(results)
-    typer.echo(f"Report: {experiment.folder / 'report.html'}")
+    typer.echo(f"Report: {folder / 'report.html'}")
+
+
+def _tell_sweep(table: Path, results: "Mapping[str, Results]", as_json: bool) -> None:
+    from dltta.cli.report import show
+
+    files = {point: str(table.parent / point / "results.json") for point in results}
+    if as_json:
+        typer.echo(json.dumps({"sweep": str(table), "results": files}))
+        return
+    for point, found in results.items():
+        typer.echo(point)
+        show(found)
+    typer.echo(f"All points: {table}; a report in the folder of each")
 
 
 def _shared_recipe(table: dict[str, Any]) -> Recipe:

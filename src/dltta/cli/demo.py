@@ -64,11 +64,12 @@ def _run(experiment: "Experiment", device: str, as_json: bool) -> dict[str, Any]
     from dltta.evaluation.demo import NOTES
     from dltta.evaluation.experiment import run_experiment
     from dltta.evaluation.headline import sentences
+    from dltta.evaluation.runners import Local
 
-    processes = count_processes(None, device)
+    runner = Local(count_processes(None, device))
     with bars() as listener:
         results = run_experiment(
-            experiment, device=require_device(device), processes=processes, listener=listener, notes=NOTES
+            experiment, device=require_device(device), runner=runner, listener=listener, notes=NOTES
         )
     page = experiment.folder / "report.html"
     if not as_json:

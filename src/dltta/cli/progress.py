@@ -88,6 +88,13 @@ class Bars(Listener):
 
         return report
 
+    def trainings(self, total: int) -> Callable[[str], None]:
+        bar = self._add("train models", total)
+        return lambda name: self.progress.update(bar, advance=1, note=name)
+
+    def lost(self, name: str) -> None:
+        self.progress.console.print(f"lost a worker; running again: {name}", markup=False, highlight=False)
+
     def streams(self, total: int) -> Callable[[Job], None]:
         bar = self._add("adapt streams", total)
 

@@ -6,11 +6,13 @@ from typing import Annotated
 
 import typer
 
-from dltta.cli.options import FLAG, Device, Json, count_processes, require_device
+from dltta.cli.grid import GridOptions
+from dltta.cli.options import FLAG, Device, Json, count_processes
 from dltta.errors import SettingError
 
 
 def reproduce(
+    grid: GridOptions,
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="A table or figure of the list above, such as oct, or all.")
     ],
@@ -83,7 +85,7 @@ def reproduce(
             "-j",
             "--jobs",
             metavar="N",
-            help="Streams that run at the same time.",
+            help="Tasks that run at the same time.",
             show_default="2 on a CPU, 1 on a GPU",
         ),
     ] = None,
@@ -132,10 +134,11 @@ def reproduce(
     )
     for each in names:
         check(each, setup)
-    where, written = require_device(device), {}
+    runner, tracker = grid.runner(processes, output / "jobs"), grid.tracker(output)
+    where, written = grid.device(device), {}
     with bars() as listener:
         for each in names:
-            written[each] = make(each, setup, device=where, processes=processes, listener=listener)
+            written[each] = make(each, setup, device=where, runner=runner, listener=listener, tracker=tracker)
     if pages is not None:
         written["pages"] = write_pages(names, setup, pages)
     if as_json:

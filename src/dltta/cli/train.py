@@ -315,11 +315,9 @@ def _tensorboard(folder: Path | None) -> "Iterator[Callable[[Row], None]]":
     if folder is None:
         yield lambda row: None
         return
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise SettingError("TensorBoard is not installed; pip install 'dltta[tracking]'") from error
-    with SummaryWriter(str(folder)) as writer:
+    from dltta.evaluation.tracking import tensorboard_writer
+
+    with tensorboard_writer()(str(folder)) as writer:
 
         def log(row: "Row") -> None:
             for name, value in row.items():

@@ -12,15 +12,13 @@ OUT/
 
 import io
 import json
-import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -38,7 +36,7 @@ from dltta.core.rates import Fixed
 from dltta.core.step import Step
 from dltta.data.case import Case, Cases, Dataset, Mapped
 from dltta.data.streams import SiteStream, split_stream, stream_order
-from dltta.errors import DataError, DlttaError, SettingError
+from dltta.errors import DataError, DlttaError, SettingError, StateError
 from dltta.evaluation.examples import Example, Keep, gather_examples
 from dltta.evaluation.files import require_site, run_files
 from dltta.evaluation.formats import csv_text, latex, markdown
@@ -49,7 +47,9 @@ from dltta.evaluation.rehearsal import Progress
 from dltta.evaluation.report import write_report
 from dltta.evaluation.results import Results, StreamResult
 from dltta.evaluation.run import Steps, StreamRecord, run_stream
+from dltta.evaluation.runners import Local, Runner, Task, threads_each, using_threads
 from dltta.evaluation.tables import by_target, method_label
+from dltta.evaluation.tracking import NoTracker, Tracker
 from dltta.files import write_atomically
 from dltta.methods import PAPER_METHODS, Method, Optimizer
 from dltta.metrics import SCORING
@@ -278,12 +278,24 @@ class Bench:
     def example_file(self, job: Job) -> Path:
         return self.experiment.work_folder / "examples" / f"{self.key(job)}.npz"
 
+    def at(self, point: str, adaptation: Recipe) -> "Bench":
+        """The same models and images at one point of a sweep, whose results are in a folder of that name."""
+        experiment = self.experiment
+        folder = str(experiment.folder / point) if point else experiment.output
+        work = str(experiment.work_folder) if point else experiment.work
+        return replace(self, experiment=replace(experiment, adaptation=adaptation, output=folder, work=work))
+
 
 class Listener:
     """What an experiment tells while it runs; every method may be left as it is."""
 
     def training(self, seed: int) -> Report:
-        return lambda *at: None
+        """Of a training in this process, batch by batch."""
+        return _silent
+
+    def trainings(self, total: int) -> Callable[[str], None]:
+        """Of trainings in other processes: the name of each model that is trained."""
+        return lambda name: None
 
     def rehearsal(self, seed: int) -> Progress:
         return lambda done, total: None
@@ -291,55 +303,94 @@ class Listener:
     def streams(self, total: int) -> Callable[[Job], None]:
         return lambda job: None
 
+    def lost(self, name: str) -> None:
+        """A worker is gone; what it did is given to another one."""
+
+
+def _silent(*at: object) -> None:
+    """A report to nobody."""
+
 
 def run_experiment(
     experiment: Experiment,
     *,
     device: str = "cpu",
-    processes: int = 1,
+    runner: Runner | None = None,
     listener: Listener | None = None,
+    tracker: Tracker | None = None,
     notes: Sequence[str] = (),
 ) -> Results:
     """Train what is not trained, run what is not run, and write results, tables and report (with `notes` on top)."""
-    listener = listener or Listener()
-    bench, models = prepare(experiment, device, listener)
-    experiment = bench.experiment
-    jobs = experiment.jobs()
-    waiting = [job for job in jobs if not bench.stream_file(job).is_file()]
-    tick = listener.streams(len(jobs))
-    for job in jobs:
-        if job not in waiting:
-            tick(job)
-    if processes == 1:
-        for job in waiting:
-            run_job(bench, job, device)
-            tick(job)
-    else:
-        _run_in_processes(bench, waiting, device, processes, tick)
-    results = collect_results(bench, jobs)
-    trained = models.get(0)
-    write_outputs(experiment, results, gather_shown(bench, jobs, trained), trained, notes)
-    return results
+    alone = {"": experiment.adaptation}
+    return run_sweep(experiment, alone, device=device, runner=runner, listener=listener, tracker=tracker, notes=notes)[
+        ""
+    ]
+
+
+def run_sweep(
+    experiment: Experiment,
+    points: Mapping[str, Recipe],
+    *,
+    device: str = "cpu",
+    runner: Runner | None = None,
+    listener: Listener | None = None,
+    tracker: Tracker | None = None,
+    notes: Sequence[str] = (),
+) -> dict[str, Results]:
+    """An experiment at several points, by name: the same models, one grid of streams, results in a folder for each."""
+    runner, listener = runner or Local(), listener or Listener()
+    bench, models = prepare(experiment, device, listener, runner)
+    benches = {point: bench.at(point, adaptation) for point, adaptation in points.items()}
+    for each in benches.values():
+        _require_adapters(each.experiment)
+    run_streams(list(benches.values()), device, runner, listener, tracker or NoTracker())
+    found, trained = {}, models.get(0)
+    for point, each in benches.items():
+        jobs = each.experiment.jobs()
+        found[point] = collect_results(each, jobs)
+        write_outputs(each.experiment, found[point], gather_shown(each, jobs, trained), trained, notes)
+    return found
+
+
+def run_streams(benches: Sequence[Bench], device: str, runner: Runner, listener: Listener, tracker: Tracker) -> None:
+    """Every stream once, whoever shares it; those that need another one's mean rate after the others."""
+    streams = {bench.key(job): (bench, job) for bench in benches for job in bench.experiment.jobs()}
+    tick = listener.streams(len(streams))
+
+    def done(task: Task) -> None:
+        bench, job = streams[task.name]
+        tracker.stream(task.name, bench.experiment.recipe(job), Results.load(bench.stream_file(job)).streams[0])
+        tick(job)
+
+    tasks = {key: Task(key, partial(ensure_stream, bench, job, device)) for key, (bench, job) in streams.items()}
+    waiting = []
+    for key, (bench, job) in streams.items():
+        if bench.stream_file(job).is_file():
+            done(tasks[key])
+        else:
+            waiting.append(key)
+    for matched in (False, True):
+        wave = [tasks[key] for key in waiting if (streams[key][1].rate == MATCHED) is matched]
+        if wave:
+            threads = threads_each(runner, runner.jobs)
+            runner.run(wave, threads=threads, done=done, lost=lambda task: listener.lost(task.name))
 
 
 def prepare(
-    experiment: Experiment, device: str = "cpu", listener: Listener | None = None
+    experiment: Experiment, device: str = "cpu", listener: Listener | None = None, runner: Runner | None = None
 ) -> tuple[Bench, dict[int, Checkpoint]]:
     """Look at the sites, train what is not trained, read the data once; the models by seed."""
-    listener = listener or Listener()
+    listener, runner = listener or Listener(), runner or Local()
     _check_sites(experiment)
     if experiment.model is not None:
         return _prepare_given(experiment, experiment.model), {}
-    models = {
-        seed: train_source(experiment, seed, device, listener.training(seed), listener.rehearsal(seed))
-        for seed in range(experiment.seeds)
-    }
+    sources = train_all(source_trainings(experiment), device, listener, runner)
+    models = dict(enumerate(sources.values()))
+    if RECOMMENDED in experiment.methods or ALL in experiment.methods:
+        models = rehearse_all(experiment, models, device, listener)
     experiment = experiment.for_model(models[0])
-    weights = {f"seed_{seed}": _weights(model) for seed, model in models.items()}
-    for job in experiment.jobs():
-        if job.model not in weights:
-            report = listener.training(job.seed)
-            weights[job.model] = _weights(train_uda(experiment, job, models[job.seed], device, report))
+    learned = train_all(uda_trainings(experiment), device, listener, runner)
+    weights = {name: _weights(model) for name, model in {**sources, **learned}.items()}
     measured = {
         f"seed_{seed}": "".join(
             each.calibration.checksum() for each in (model, *model.others().values()) if each.calibration
@@ -357,11 +408,17 @@ def _prepare_given(experiment: Experiment, source: ModelSource) -> Bench:
     opened = open_given(source)
     for target in dict.fromkeys(job.target for job in experiment.jobs()):
         require_site(opened, experiment.open(target))
-    for job in {job.method: job for job in experiment.jobs()}.values():
-        make_adapter(opened, experiment.recipe(job))
+    _require_adapters(experiment)
     data = {(job.target, 0): checksum(experiment.open(job.target)) for job in experiment.jobs()}
     calibration = {} if opened.calibration is None else {"seed_0": opened.calibration.checksum()}
     return Bench(experiment, {"seed_0": opened.fingerprint}, data, calibration, {})
+
+
+def _require_adapters(experiment: Experiment) -> None:
+    """Every method must work on a given model."""
+    if experiment.model is not None:
+        for job in {job.method: job for job in experiment.jobs()}.values():
+            make_adapter(open_given(experiment.model), experiment.recipe(job))
 
 
 @lru_cache(maxsize=1)
@@ -382,12 +439,91 @@ def working_methods(opened: OpenedModel) -> tuple[str, ...]:
     return tuple(found)
 
 
-def train_source(
-    experiment: Experiment, seed: int, device: str, report: Report, rehearsing: Progress | None = None
-) -> Checkpoint:
-    """The source model of one seed, trained or continued or found; rehearsed with if that is needed."""
+class Training(Protocol):
+    """A training that leaves a model in a folder; stopped, it continues when it is run again."""
+
+    def found(self) -> Checkpoint | None:
+        """The model, if it is there already."""
+        ...
+
+    def run(self) -> Checkpoint: ...
+
+
+class MakeTraining(Protocol):
+    """A training that is still to be given its device and somebody to report to; it can be pickled."""
+
+    def __call__(self, device: str, report: Report) -> Training: ...
+
+
+def source_trainings(experiment: Experiment) -> dict[str, MakeTraining]:
+    """One for each seed, by name of the model."""
+    return {f"seed_{seed}": partial(source_training, experiment, seed) for seed in range(experiment.seeds)}
+
+
+def uda_trainings(experiment: Experiment) -> dict[str, MakeTraining]:
+    """One for each method that learns with target images, target and seed, by name of the model."""
+    jobs = {job.model: job for job in experiment.jobs() if job.method in UDA}
+    return {name: partial(uda_training, experiment, job) for name, job in jobs.items()}
+
+
+def train_all(
+    trainings: Mapping[str, MakeTraining], device: str, listener: Listener, runner: Runner
+) -> dict[str, Checkpoint]:
+    """The models by name, trained or continued or found; in this process their progress is told batch by batch."""
+    threads = threads_each(runner, len(trainings))
+    if runner.here(len(trainings)):
+        with using_threads(threads):
+            return {name: make(device, listener.training(_seed(name))).run() for name, make in trainings.items()}
+    waiting = [name for name, make in trainings.items() if make("cpu", _silent).found() is None]
+    if waiting:
+        tick = listener.trainings(len(waiting))
+        runner.run(
+            [Task(name, partial(_train, trainings[name], device)) for name in waiting],
+            threads=threads,
+            done=lambda task: tick(task.name),
+            lost=lambda task: listener.lost(task.name),
+        )
+    return {name: _trained(name, make) for name, make in trainings.items()}
+
+
+def rehearse_all(
+    experiment: Experiment, models: Mapping[int, Checkpoint], device: str, listener: Listener
+) -> dict[int, Checkpoint]:
+    """The source models with what each learned at simulated sites; one that has rehearsed is only read."""
     sites = [experiment.open(spec) for spec in experiment.source]
-    training = SourceTraining(
+    return {
+        seed: model
+        if model.rehearsal is not None
+        else rehearse_checkpoint(
+            _model_folder(experiment, f"seed_{seed}"),
+            sites,
+            replace(experiment.training, seed=experiment.training.seed + seed),
+            device=torch.device(device),
+            progress=listener.rehearsal(seed),
+        )[0]
+        for seed, model in models.items()
+    }
+
+
+def _train(make: MakeTraining, device: str) -> None:
+    make(device, _silent).run()
+
+
+def _trained(name: str, make: MakeTraining) -> Checkpoint:
+    if (model := make("cpu", _silent).found()) is None:
+        raise StateError(f"{name} was trained, but is not here; give -o or --work a folder that all machines share")
+    return model
+
+
+def _seed(model: str) -> int:
+    """Of a model's name."""
+    return int(model.rpartition("_")[2])
+
+
+def source_training(experiment: Experiment, seed: int, device: str, report: Report) -> SourceTraining:
+    """Of the source model of one seed."""
+    sites = [experiment.open(spec) for spec in experiment.source]
+    return SourceTraining(
         sites,
         default_architecture(sites[0], experiment.network, experiment.network_options),
         default_preprocessing(sites[0], experiment.size),
@@ -397,17 +533,13 @@ def train_source(
         resume=True,
         report=report,
     )
-    checkpoint = training.run()
-    if RECOMMENDED not in experiment.methods or checkpoint.rehearsal is not None:
-        return checkpoint
-    where = torch.device(device)
-    return rehearse_checkpoint(training.folder, sites, training.settings, device=where, progress=rehearsing)[0]
 
 
-def train_uda(experiment: Experiment, job: Job, source: Checkpoint, device: str, report: Report) -> Checkpoint:
-    """The model that learned with all unlabeled images of the job's target, trained or continued or found."""
+def uda_training(experiment: Experiment, job: Job, device: str, report: Report) -> UDATraining:
+    """Of the model that learns with all unlabeled images of the job's target; the source model is there."""
     sites = [experiment.open(spec) for spec in experiment.source]
-    training = UDATraining(
+    source = load_checkpoint(_model_folder(experiment, f"seed_{job.seed}"))
+    return UDATraining(
         make_uda(job.method, experiment.uda.get(job.method, {})),
         sites,
         [experiment.open(job.target)],
@@ -420,7 +552,12 @@ def train_uda(experiment: Experiment, job: Job, source: Checkpoint, device: str,
         report=report,
         source_model=source,
     )
-    return training.run()
+
+
+def ensure_stream(bench: Bench, job: Job, device: str) -> None:
+    """Run a stream unless it is there: a worker that was lost may have come to the end."""
+    if not bench.stream_file(job).is_file():
+        run_job(bench, job, device)
 
 
 def run_job(bench: Bench, job: Job, device: str) -> None:
@@ -603,18 +740,6 @@ def _check_sites(experiment: Experiment) -> None:
                 f"{site.site} has {site.task} of {', '.join(site.classes)}, "
                 f"{sites[0].site} {sites[0].task} of {', '.join(sites[0].classes)}"
             )
-
-
-def _run_in_processes(
-    bench: Bench, jobs: Sequence[Job], device: str, processes: int, tick: Callable[[Job], None]
-) -> None:
-    threads = max(1, torch.get_num_threads() // processes)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, context, torch.set_num_threads, (threads,)) as pool:
-        running = {pool.submit(run_job, bench, job, device): job for job in jobs}
-        for finished in as_completed(running):
-            finished.result()
-            tick(running[finished])
 
 
 def _shown(count: int, wanted: int) -> list[int]:

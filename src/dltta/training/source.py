@@ -150,12 +150,19 @@ class SourceTraining:
     log: Log = lambda row: None
     start: nn.Module | None = None  # the network to begin with; None begins with a new one
 
+    def found(self) -> Checkpoint | None:
+        """The model with all that is asked for, if it is there already."""
+        found = finished(self.folder, self._fingerprint(), but="with_") if self.resume else None
+        if found is None or (self.folder / "resume.pt").is_file():
+            return None
+        return found if set(self.settings.with_) <= set(found.record["fingerprint"]["with_"]) else None
+
     def run(self) -> Checkpoint:
+        if (there := self.found()) is not None:
+            return there
         interrupted = (self.folder / "resume.pt").is_file()
         found = finished(self.folder, self._fingerprint(), but="with_") if self.resume else None
         self.before = found.record["fingerprint"]["with_"] if found is not None else None  # what is trained already
-        if found is not None and not interrupted and set(self.settings.with_) <= set(self.before or ()):
-            return found
         self._read()
         self.ranks = Ranks.join(self.device)
         if self.ranks.first:

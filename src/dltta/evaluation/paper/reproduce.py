@@ -64,8 +64,10 @@ from dltta.evaluation.paper.published import (
 )
 from dltta.evaluation.results import Results
 from dltta.evaluation.run import CaseRecord
+from dltta.evaluation.runners import Runner
 from dltta.evaluation.tables import NAMES as METHOD_NAMES
 from dltta.evaluation.tables import method_label
+from dltta.evaluation.tracking import Tracker
 from dltta.files import write_atomically
 from dltta.metrics import CLASSIFICATION_METRICS
 from dltta.models.predictions import entropy
@@ -696,7 +698,13 @@ def check(name: str, setup: Setup) -> Runs:
 
 
 def reproduce(
-    name: str, setup: Setup, *, device: str = "cpu", processes: int = 1, listener: Listener | None = None
+    name: str,
+    setup: Setup,
+    *,
+    device: str = "cpu",
+    runner: Runner | None = None,
+    listener: Listener | None = None,
+    tracker: Tracker | None = None,
 ) -> list[Path]:
     """Run what one table or figure needs and write it; the files written, the table in Markdown first."""
     reproduction = REPRODUCTIONS[name]
@@ -707,12 +715,13 @@ def reproduce(
     for run, experiment in runs.experiments.items():
         try:
             results[run] = run_experiment(
-                experiment, device=device, processes=processes, listener=listener, notes=notes
+                experiment, device=device, runner=runner, listener=listener, tracker=tracker, notes=notes
             )
         except NonFiniteError:
             if run not in runs.may_diverge:
                 raise
-    return write_reproduction(name, setup, runs, results, device)
+    drawn_on = device if runner is None or runner.here(1) else "cpu"  # workers may have what this machine has not
+    return write_reproduction(name, setup, runs, results, drawn_on)
 
 
 def write_reproduction(

@@ -111,8 +111,12 @@ class UDATraining:
         self.targets = [Mapped(site, without_label) for site in self.targets]
         self.settings = replace(self.settings, with_=())
 
+    def found(self) -> Checkpoint | None:
+        """The model, if it is there already."""
+        return finished(self.folder, self.fingerprint) if self.resume else None
+
     def run(self) -> Checkpoint:
-        if self.resume and (found := finished(self.folder, self.fingerprint)) is not None:
+        if (found := self.found()) is not None:
             return found
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise SettingError(f"{self.method.name} trains in one process; start it without torchrun")
