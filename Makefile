@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help setup test test-fast test-slow test-extras peers lint format demo bench-speed bench-adapt bench-harm bench-serve clean
+.PHONY: help setup test test-fast test-slow test-extras peers lint format demo docs docs-serve dist bench-speed bench-adapt bench-harm bench-serve clean
 help:
 	@echo "make demo       train at a synthetic hospital A, adapt to hospital B; see runs/demo/oct/report.html"
 	@echo "make test       build .venv and run the tests"
@@ -12,6 +12,8 @@ help:
 	@echo "make test-extras   those of the service, nnU-Net, the grid and DICOM peers, in an environment with all extras"
 	@echo "make lint       ruff and mypy --strict"
 	@echo "make format     let ruff rewrite the code"
+	@echo "make docs       build the documentation into site/ (make docs-serve: show it on port 8001)"
+	@echo "make dist       build wheel and sdist into dist/, install the wheel in an empty environment, run its demo"
 	@echo "make bench-speed, bench-adapt, bench-harm   measure speed and the guard; rewrite their pages in docs"
 	@echo "make clean      remove .venv and caches"
 
@@ -62,6 +64,28 @@ format: setup
 demo: setup
 	$(BIN)/dltta demo
 
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	! grep -rlE '<(script|link|img|iframe)[^>]+(src|href)="(https?:)?//' site --include='*.html'   # nothing from the network
+
+docs-serve: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr 127.0.0.1:8001
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	touch $@
+
+# What users get is tested, not the checkout: the wheel is made from the sdist and installed where nothing of ours is.
+EMPTY := $(VENV)-wheel
+dist: setup
+	rm -rf dist $(EMPTY)
+	$(BIN)/python -m build --outdir dist
+	$(PYTHON) -m venv $(EMPTY)
+	$(EMPTY)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	cd $(EMPTY) && bin/dltta --version && bin/dltta help start >/dev/null && bin/dltta demo --quick -o demo
+	test -s $(EMPTY)/demo/oct-quick/report.html
+	rm -rf $(EMPTY)
+
 bench-speed: setup
 	$(BIN)/python benchmarks/speed.py --compile oct color
 	$(BIN)/python benchmarks/tensors.py
@@ -77,4 +101,4 @@ bench-serve: setup
 	$(BIN)/python benchmarks/serve.py
 
 clean:
-	rm -rf $(VENV) $(EXTRAS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) $(EXTRAS) $(EMPTY) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

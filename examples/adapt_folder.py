@@ -1,8 +1,8 @@
 """From a source model to predictions for another scanner's images: python examples/adapt_folder.py [FOLDER]
 
 Trains a small network on synthetic images of one scanner, writes images of another one as PNG files, and adapts to
-them as they come: first in shadow mode, then live, with a stop in between. Seconds on two cores, and a network too
-small to be of use. The same from the command line: docs/adapt.md.
+them as they come: first in shadow mode with the default recipe, then live with Tent, with a stop in between. Seconds on
+two cores, and a network too small to be of use. The same from the command line: docs/adapt.md.
 """
 
 import sys
@@ -18,13 +18,15 @@ from dltta.data.preprocessing import Preprocessing
 from dltta.models.io.checkpoint import Checkpoint, save_checkpoint
 from dltta.models.io.opening import open_model
 from dltta.models.nets.architecture import Architecture
+from dltta.recipes import recipe_for
 from dltta.serving.folder import Stream
 from dltta.serving.maintenance import export, list_versions, roll_back
 from dltta.serving.settings import Deployment, StreamSettings
 from dltta.serving.verification import verify
 from dltta.training import SourceTraining, TrainingSettings
 
-CASES = 9  # the discrepancy needs eight before it
+CASES = 9
+TENT = recipe_for("tent", "relative", guard=True, statistics="shrinkage", pool=8, ready="neighbors")  # from 8 images on
 
 
 def main(folder: Path) -> None:
@@ -35,10 +37,10 @@ def main(folder: Path) -> None:
     print("shadow: the source model predicts, the log tells what adaptation would change")
     run(opened, folder / "incoming", folder / "shadow", StreamSettings(deployment=Deployment.SHADOW), CASES)
 
-    print("\nlive, with the recommended recipe, stopped after three images and resumed")
+    print("\nlive, with Tent and the guard, stopped after three images and resumed")
     output = folder / "predictions"
     for count in (3, CASES):
-        run(opened, folder / "incoming", output, StreamSettings(), count)
+        run(opened, folder / "incoming", output, StreamSettings(TENT), count)
 
     print(f"\nwrong with the record: {verify(output) or 'nothing'}")
     print(f"versions: {[version.version for version in list_versions(output)]}")

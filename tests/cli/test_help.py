@@ -4,10 +4,10 @@ import re
 from enum import Enum
 
 import pytest
-from walking import ALL, COMMANDS
 
 from dltta.cli import options
 from streams import typed
+from walking import ALL, COMMANDS
 
 
 @pytest.fixture

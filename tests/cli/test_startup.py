@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from walking import ALL
 
 HEAVY = {"torch", "monai", "numpy", "scipy", "matplotlib", "nibabel", "PIL", "tifffile", "pydicom"}

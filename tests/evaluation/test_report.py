@@ -156,6 +156,58 @@ def test_ids_are_unique_and_references_point_somewhere(full):
     assert set(re.findall(r"url\(#([^)]+)\)", full)) | set(re.findall(r'href="#([^"]+)"', full)) <= set(ids)
 
 
+def test_contents_lead_to_every_section_in_order(full):
+    contents = full.split('<nav aria-label="Contents">')[1].split("</nav>")[0]
+    links = re.findall(r'<a href="#([^"]+)">(.*?)</a>', contents)
+    assert links == re.findall(r'<section id="([^"]+)">\n<h2>(.*?)</h2>', full)
+    assert links[1] == ("section-who-gains-who-loses", "Who gains, who loses")
+
+
+def test_images_load_as_they_come_into_view_and_keep_their_place(full):
+    images = [attributes for tag, attributes in Page(full).tags if tag == "img"]
+    assert images
+    assert {image["loading"] for image in images} == {"lazy"}
+    height, width = render_image(segmented()).shape[:2]
+    assert (images[0]["width"], images[0]["height"]) == (str(width), str(height))
+
+
+def test_everything_that_scrolls_is_reached_by_keyboard_and_has_a_name(full):
+    tags = Page(full).tags
+    scrolled = [attributes for _, attributes in tags if attributes.get("class") == "scroll"]
+    assert scrolled
+    assert all(each["tabindex"] == "0" and each["role"] == "region" and each["aria-label"] for each in scrolled)
+    assert all(attributes.get("tabindex") == "0" for tag, attributes in tags if tag == "pre")
+    first = next(attributes for tag, attributes in tags if tag == "a")
+    assert (first["class"], first["href"]) == ("skip", "#main")
+
+
+def luminance(color):
+    """Relative luminance as WCAG 2 defines it."""
+    parts = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one, other):
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_colors_can_be_told_from_the_paper(full, scheme):
+    """WCAG AA: 4.5 for text, 3 for what is drawn."""
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    root = re.findall(r":root \{(.*?)\}", full, re.DOTALL)[scheme]
+    colors = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", root))
+    for name in ("ink", "muted", "bad", "good", "link"):
+        assert contrast(colors[name], colors["paper"]) >= 4.5, name
+    assert contrast(colors["ink"], colors["panel"]) >= 4.5
+    drawn = [name for name in colors if name.startswith("series")]
+    assert len(drawn) == 10
+    for name in drawn:
+        assert contrast(colors[name], colors["paper"]) >= 3, name
+
+
 def test_charts_take_their_colors_from_the_page(full):
     placeholders = re.findall(r"#0[1-6]0[0-9a-f]0[0-9a-f]\b", full)
     assert placeholders == []

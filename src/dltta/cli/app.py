@@ -13,6 +13,7 @@ from dltta.cli.bench import bench
 from dltta.cli.calibrate import calibrate
 from dltta.cli.demo import demo
 from dltta.cli.evaluate import evaluate
+from dltta.cli.help import help_topic
 from dltta.cli.inspect import inspect
 from dltta.cli.node import node
 from dltta.cli.options import FLAG, add_command, one_line
@@ -33,12 +34,14 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     help="Test-time adaptation for medical images: a model trained at one hospital adapts to the images of another, "
     "without labels, and chooses for each image how much.",
-    epilog="`dltta COMMAND --help` explains a command and shows examples. Try `dltta demo` first.",
+    epilog="`dltta COMMAND --help` explains a command and shows examples, `dltta help` has texts on topics. Try "
+    "`dltta demo` first.",
 )
 for command in (
     demo, train, calibrate, inspect, adapt, evaluate, bench, reproduce, report, serve, token, node,
 ):  # fmt: skip
     add_command(app, command)
+add_command(app, help_topic, "help")
 app.add_typer(state.app, name="state")
 app.add_typer(data.app, name="data")
 app.add_typer(model.app, name="model")

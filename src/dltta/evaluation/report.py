@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from html import escape
@@ -32,6 +33,8 @@ from dltta.evaluation.tables import (
     targets,
 )
 from dltta.files import write_atomically
+
+SECTION = re.compile(r'<section id="([^"]+)">\n<h2>(.*?)</h2>')
 
 
 def write_report(
@@ -72,6 +75,7 @@ def render_report(
         title=escape(title),
         style=folder.joinpath("report.css").read_text(encoding="utf-8").strip(),
         lead=_lead(results, notes),
+        contents=_contents(sections),
         sections="\n".join(filter(None, sections)),
     )
 
@@ -176,8 +180,7 @@ def _decisions_section(results: Results) -> str:
         f"<td>{escape(row.reason or formats.NOT_RUN)}</td><td>{row.cases}</td></tr>\n"
         for row in rows
     ]
-    table = f'<div class="scroll"><table><thead><tr>{heads}</tr></thead>\n<tbody>{"".join(lines)}</tbody></table></div>'
-    return _section("Decisions of the guard", table)
+    return _section("Decisions of the guard", _scrolled("Decisions", heads, lines))
 
 
 def _quality_section(results: Results) -> str:
@@ -223,8 +226,8 @@ def _provenance_section(results: Results) -> str:
     config = json.dumps(dict(results.config), indent=2, ensure_ascii=False, default=str)
     return _section(
         "Where these numbers come from",
-        _folded("Settings", f"<pre>{escape(config)}</pre>"),
-        _folded("Code, data and machine", f"<pre>{escape(provenance)}</pre>"),
+        _folded("Settings", f'<pre tabindex="0">{escape(config)}</pre>'),
+        _folded("Code, data and machine", f'<pre tabindex="0">{escape(provenance)}</pre>'),
     )
 
 
@@ -304,12 +307,20 @@ def _key(title: str, items: Iterable[tuple[str, rendering.Color]]) -> str:
 # ---- elements
 
 
+def _contents(sections: Sequence[str]) -> str:
+    """Links to the sections there are."""
+    found = [match.groups() for section in sections if (match := SECTION.match(section))]
+    links = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title in found)
+    return f'<nav aria-label="Contents"><ol>{links}</ol></nav>'
+
+
 def _arrow(pair: Pair) -> str:
     return f"{pair[0]} → {pair[1]}"
 
 
 def _section(title: str, *parts: str) -> str:
-    return "\n".join(["<section>", f"<h2>{escape(title)}</h2>", *filter(None, parts), "</section>"])
+    name = f"section-{re.sub(r'[^a-z]+', '-', title.lower()).strip('-')}"
+    return "\n".join([f'<section id="{name}">', f"<h2>{escape(title)}</h2>", *filter(None, parts), "</section>"])
 
 
 def _folded(title: str, content: str) -> str:
@@ -327,17 +338,22 @@ def _chart(title: str, where: str, svg: str) -> str:
 
 
 def _image(rendered: rendering.Rendering, alt: str) -> str:
-    return f'<img src="{rendering.png_uri(rendered)}" alt="{escape(alt)}">'
+    height, width = rendered.shape[:2]  # so that nothing moves when an image comes into view
+    source = rendering.png_uri(rendered)
+    return f'<img src="{source}" alt="{escape(alt)}" width="{width}" height="{height}" loading="lazy" decoding="async">'
 
 
 def _table(table: Table) -> str:
     heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in ["Method", *formats.headings(table)])
     rows = [_table_row(row, table, before) for before, row in zip([None, *table.rows], table.rows, strict=False)]
     notes = "".join(f"<li>{escape(note)}</li>" for note in table.notes)
-    return (
-        f'<div class="scroll"><table><thead><tr>{heads}</tr></thead>\n<tbody>{"".join(rows)}</tbody></table></div>\n'
-        f'<ul class="notes">{notes}</ul>'
-    )
+    return f'{_scrolled("Scores", heads, rows)}\n<ul class="notes">{notes}</ul>'
+
+
+def _scrolled(name: str, heads: str, rows: Iterable[str]) -> str:
+    """A table in a box of its own that scrolls sideways, by keyboard too."""
+    table = f"<table><thead><tr>{heads}</tr></thead>\n<tbody>{''.join(rows)}</tbody></table>"
+    return f'<div class="scroll" role="region" aria-label="{name}" tabindex="0">{table}</div>'
 
 
 def _table_row(row: Row, table: Table, before: Row | None) -> str:
