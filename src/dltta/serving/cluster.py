@@ -160,7 +160,6 @@ def _ray_options(address: str | None, shards: int) -> dict[str, Any]:
     return {
         "num_cpus": max(shards, os.cpu_count() or 1),
         "include_dashboard": False,
-        "_node_ip_address": "127.0.0.1",  # reachable from this machine only
         "log_to_driver": False,
         "logging_level": "error",
     }
