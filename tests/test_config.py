@@ -50,7 +50,7 @@ def test_values_of_the_wrong_type_or_choice_fail():
         build(TrainingSettings, {"epochs": True}, "[training]")
     with pytest.raises(SettingError, match=r"loss in \[training\] must be one of ce, ce\+dice, got 'dice'"):
         build(TrainingSettings, {"loss": "dice"}, "[training]")
-    with pytest.raises(SettingError, match="needs source sites or a model"):
+    with pytest.raises(SettingError, match="lacks the key 'source'"):
         build(Experiment, {"targets": ["a"], "output": "o"}, "file.toml")
 
 
@@ -230,7 +230,7 @@ def test_a_target_needs_no_labels(tmp_path):
 def test_an_experiment_names_what_it_does_not_know():
     with pytest.raises(SettingError, match="no method 'tnet'; did you mean 'tent'"):
         Experiment(("a",), ("b",), "out", methods=("tnet",))
-    with pytest.raises(SettingError, match="at least one target"):
+    with pytest.raises(SettingError, match="at least one source"):
         Experiment((), ("b",), "out")
 
 

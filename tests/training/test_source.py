@@ -369,7 +369,7 @@ def test_what_is_added_to_a_finished_training_is_what_would_have_been_trained_wi
     added = training(
         tmp_path / "parts", resume=True, with_=("ttt",), report=lambda plan, *at: stages.append(plan.stage)
     ).run()
-    assert set(stages) == {"ttt"}
+    assert set(stages) == {"ttt", "calibration"}
     assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
     assert added.joint.calibration.checksum() == whole.joint.calibration.checksum()
     assert added.record["fingerprint"] == whole.record["fingerprint"]
