@@ -91,7 +91,11 @@ def test_pages_fit_their_window_and_load_without_errors(service, browser, width,
     browser("POST", "/window/rect", {"width": width, "height": 900})
     browser("POST", "/url", {"url": service + path})
     assert run(browser, "return document.documentElement.scrollWidth <= window.innerWidth")
-    assert run(browser, "return [...document.images].every(image => image.complete && image.naturalWidth > 0)")
+    run(browser, "for (const image of document.images) image.loading = 'eager'")  # those far below come late
+    deadline = time.monotonic() + 60
+    while not run(browser, "return [...document.images].every(image => image.complete)"):
+        assert time.monotonic() < deadline
+    assert run(browser, "return [...document.images].every(image => image.naturalWidth > 0)")
     assert run(browser, "return getComputedStyle(document.body).margin") == "0px"  # the style sheet was taken
 
 

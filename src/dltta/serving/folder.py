@@ -167,7 +167,7 @@ class Stream:
                 "no calibration: the model does not know what source images look like, so images far out of "
                 "distribution are not recognized; train it with `dltta train`"
             )
-        if (said := getattr(self.adapter.objective, "notice", None)) is not None:
+        if (said := getattr(getattr(self.adapter, "objective", None), "notice", None)) is not None:
             notices.append(said)
         if self.settings.anonymize:
             notices.append(anonymity(self.settings.uids, cases))
