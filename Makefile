@@ -49,7 +49,7 @@ EXTRA_TESTS := tests/serving/test_cluster.py tests/serving/test_page_in_chromium
 # programs that tests talk to, where there is apt: a browser, DICOM senders and a judge of DICOM files
 peers:
 	command -v apt-get >/dev/null || { echo "no apt-get here: install chromium, dcmtk and dicom3tools yourself"; exit 0; }; \
-	if command -v chromedriver storescu dciodvfy >/dev/null; then exit 0; fi; \
+	if command -v chromedriver && command -v storescu && command -v dciodvfy; then exit 0; fi >/dev/null; \
 	apt-get update --quiet=2 && apt-get install --quiet=2 --yes chromium chromium-driver dcmtk dicom3tools >/dev/null
 
 lint: setup
