@@ -9,8 +9,9 @@ the log: once, in order, whatever died in between.
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,34 +96,18 @@ class Session:
         return self.folder / str(line["prediction"])
 
 
-class spooled:  # noqa: N801  a context, used like a function
+@contextmanager
+def spooled(spool: Path, request: Request) -> Iterator[Incoming]:
     """The case of a request, as files in a private folder that is removed in the end."""
-
-    def __init__(self, spool: Path, request: Request) -> None:
-        self._spool, self._request = spool, request
-
-    def __enter__(self) -> Incoming:
-        with on_disk(self._spool):
-            make_folder(self._spool, mode=PRIVATE_FOLDER)
-            self._folder = Path(tempfile.mkdtemp(dir=self._spool))
-        try:
-            unpack_upload(self._folder, self._request.filename, self._request.content)
-            cases = look(self._folder)
-            if len(cases) != 1:
-                found = f"{len(cases)} images" if cases else "no image"
-                raise DataError(f"{found} in the request; send one PNG, TIFF, NIfTI, or one DICOM series as a zip")
-            return cases[0]
-        except BaseException:
-            self._remove()
-            raise
-
-    def __exit__(self, *error: object) -> None:
-        self._remove()
-
-    def _remove(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def settings_json(settings: StreamSettings) -> Mapping[str, Any]:
-    """Settings as they are shown; the recipe by its own names."""
-    return {**asdict(settings), "recipe": settings.recipe.as_json()}
+    with on_disk(spool):
+        make_folder(spool, mode=PRIVATE_FOLDER)
+        folder = Path(tempfile.mkdtemp(dir=spool))
+    try:
+        unpack_upload(folder, request.filename, request.content)
+        cases = look(folder)
+        if len(cases) != 1:
+            found = f"{len(cases)} images" if cases else "no image"
+            raise DataError(f"{found} in the request; send one PNG, TIFF, NIfTI, or one DICOM series as a zip")
+        yield cases[0]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
