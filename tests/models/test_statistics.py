@@ -11,7 +11,16 @@ import networks
 from dltta import Adapter, Fixed
 from dltta.errors import SettingError
 from dltta.models.normalization import use_test_statistics
-from dltta.models.statistics import Blended, InstanceStatistics, Moments, Running, Shrinkage, excess
+from dltta.models.statistics import (
+    Blended,
+    InstanceStatistics,
+    Moments,
+    Pooled,
+    Running,
+    Shrinkage,
+    excess,
+    stateful_layers,
+)
 from dltta.objectives import PTBN, Tent
 from networks import stream, trained
 
@@ -188,3 +197,30 @@ def test_a_single_position_has_no_statistics_of_its_own():
     use_test_statistics(model, InstanceStatistics())
     x = torch.rand(2, 2, 1, 1)
     torch.testing.assert_close(model(x), layer()(x))
+
+
+def test_pooled_statistics_are_those_of_the_image_and_its_nearest_together():
+    model = nn.Sequential(nn.BatchNorm2d(1, affine=False))
+    use_test_statistics(model, Pooled(capacity=3, neighbors=1))
+    dark, bright = ([0.0, 2.0], [1.0, 3.0]), ([100.0, 104.0], [101.0, 105.0])
+
+    def given(values):
+        found = model(torch.tensor(values).view(1, 1, 1, 2)).flatten().tolist()
+        for layer in stateful_layers(model):
+            layer.commit()
+        return found
+
+    def normalized(values, pool):
+        pool = np.array(pool)
+        return ((np.array(values) - pool.mean()) / np.sqrt(pool.var() + 1e-5)).tolist()
+
+    assert given(dark[0]) == pytest.approx(normalized(dark[0], dark[0]), abs=1e-5)  # nothing before it
+    assert given(bright[0]) == pytest.approx(normalized(bright[0], [*bright[0], *dark[0]]), abs=1e-5)
+    assert given(dark[1]) == pytest.approx(normalized(dark[1], [*dark[1], *dark[0]]), abs=1e-5)  # not the bright one
+    assert given(bright[1]) == pytest.approx(normalized(bright[1], [*bright[1], *bright[0]]), abs=1e-4)
+    assert given(dark[0]) == pytest.approx(normalized(dark[0], [*dark[0], *dark[1]]), abs=1e-5)  # the first has left
+
+
+def test_more_neighbors_than_are_kept_are_refused():
+    with pytest.raises(SettingError, match="between 1 and the capacity of 4, got 5"):
+        Pooled(capacity=4, neighbors=5)

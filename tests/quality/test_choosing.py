@@ -9,16 +9,35 @@ import torch
 from torch import nn
 
 from dltta.core.adapter import Adapter
-from dltta.core.objectives import PTBN, Source
+from dltta.core.objectives import PTBN, Source, Tent
+from dltta.core.rates import Fixed
 from dltta.errors import InputError
 from dltta.models.calibration import Calibration
 from dltta.models.predictions import probabilities
-from dltta.models.quantiles import SourceValues
 from dltta.quality.candidates import EFFORTS, Arms, Plan, mixture_weights, possible_arms, possible_plans
-from dltta.quality.choosing import ChoosingAdapter, Policy, Rehearsed, StreamMean, Yardstick, as_logits
+from dltta.quality.choosing import (
+    ChoosingAdapter,
+    Policy,
+    Recollection,
+    Rehearsed,
+    StreamMean,
+    Yardstick,
+    as_logits,
+    assemble,
+    look,
+)
 from dltta.quality.decision import Outcome, Reason
 from dltta.quality.estimate import QualityModel
-from dltta.quality.measures import SIGNALS, Usual
+from dltta.quality.measures import (
+    CANDIDATE_SIGNALS,
+    SIGNALS,
+    Usual,
+    agreements,
+    candidate_signals,
+    coarse,
+    measure,
+    products_of,
+)
 from networks import Classifier, Segmenter, trained
 
 IMAGES = torch.rand(6, 1, 1, 8, 12, generator=torch.Generator().manual_seed(0))
@@ -31,10 +50,11 @@ THREE = Plan(("source", "batch", "running"))
 def rehearsed(plan=THREE, favorite="running", weight=0.0, slope=0.0, **policy):
     """Expects 0.5 of every candidate and 0.2 more of the favorite, less with its entropy by `slope`."""
     count, names = len(SIGNALS), plan.candidates
-    weights = np.zeros(1 + count + 8 + len(names) + 5 * len(names))
+    own = len(CANDIDATE_SIGNALS)
+    weights = np.zeros(1 + count + own + len(names) + 5 * len(names))
     weights[0] = 0.5
     weights[1 + count] = -slope
-    weights[1 + count + 8 + names.index(favorite)] = 0.2
+    weights[1 + count + own + names.index(favorite)] = 0.2
     model = QualityModel(np.zeros(count), np.ones(count), np.full(count, -9.0), np.full(count, 9.0), weights, 1.0)
     return Rehearsed(plan, Policy("batch", weight, **policy), model, radius=0.1, review_below=0.6)
 
@@ -49,29 +69,32 @@ def choosing(found=None, **settings):
 def test_a_plan_costs_a_pass_for_each_arm_and_another_for_its_flip():
     assert Plan(("source", "batch")).passes == 2
     assert Plan(("source", "batch", "running"), flip=1).passes == 6
+    assert Plan(("source", "batch", "tent:0.03", "tent:0.1")).passes == 5  # one gradient for both
     assert Plan(("source",)).candidates == ("source",)
     assert Plan(("source", "batch")).candidates == ("source", "batch", "mean", "entropy")
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
 def test_plans_keep_to_their_cost_and_always_hold_source_and_batch(effort):
-    arms = ("source", "batch", "blended", "shrinkage", "running")
+    arms = ("source", "batch", "blended", "shrinkage", "running", "tent:0.03", "tent:0.1")
     plans = possible_plans(arms, 1, EFFORTS[effort])
     assert max(plan.passes for plan in plans) == EFFORTS[effort]
     assert all(plan.arms[:2] == ("source", "batch") for plan in plans)
-    assert len(plans) == {"default": 12, "low": 4}[effort]
+    assert len(plans) == {"default": 8 + 1 + 1, "low": 1}[effort]  # statistics alone, with the flip, with steps
     assert len(set(plans)) == len(plans)
 
 
 def test_arms_are_those_that_make_a_difference():
-    values = SourceValues.of([torch.rand(1, 4, 4)])
     instance = nn.Sequential(nn.Conv2d(1, 2, 1), nn.InstanceNorm2d(2))
-    assert possible_arms(instance, None, values) == ("source", "matched")
-    assert possible_arms(instance, None, None) == ("source",)
+    assert possible_arms(instance, None) == ("source",)  # no step: nothing affine
+    affine = nn.Sequential(nn.Conv2d(1, 2, 1), nn.InstanceNorm2d(2, affine=True))
+    assert possible_arms(affine, None) == ("source", "tent:0.03", "tent:0.1")
     normalized = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
-    assert possible_arms(normalized, None, values) == ("source", "batch", "blended", "running")
+    assert possible_arms(normalized, None) == (
+        "source", "batch", "blended", "running", "pooled", "tent:0.03", "tent:0.1",
+    )  # fmt: skip
     layer = {"1": (torch.rand(4, 2), torch.rand(4, 2))}
-    assert "shrinkage" in possible_arms(normalized, Calibration(layer, {"1": 1e-5}), values)
+    assert "shrinkage" in possible_arms(normalized, Calibration(layer, {"1": 1e-5}))
     assert possible_plans(("source",), 1, 6) == [Plan(("source",)), Plan(("source",), 1)]
 
 
@@ -114,6 +137,32 @@ def test_margins_prefer_the_default_and_the_source_model():
     assert both == pytest.approx([0.58, 0.54, 0.51])
 
 
+def test_similar_images_before_are_recalled_once_there_are_enough():
+    model = trained(Segmenter())
+    arms, recollection = Arms(model, ("source", "batch")), Recollection()
+    for number, x in enumerate([*IMAGES, *IMAGES[:3]]):
+        views = look(arms, ("source", "batch"), None, x, Yardstick(USUAL), recollection)
+        assert (views.reference is None) == (number < 8)
+        recollection.add(views)
+    every = [look(arms, ("source", "batch"), None, x, Yardstick(USUAL)) for x in [*IMAGES, *IMAGES[:2]]]
+    means = [coarse((views.plain["source"] + views.plain["batch"]) / 2) for views in every]
+    assert torch.allclose(views.reference, torch.cat(means).mean(0), atol=1e-6)  # eight neighbors of eight
+    assert not np.isnan(
+        assemble(Plan(("source", "batch")), views, USUAL).signals[..., SIGNALS.index("discrepancy")]
+    ).any()
+
+
+def test_mixtures_have_the_signals_of_the_mixed_predictions():
+    plan = Plan(("source", "batch", "running"))
+    views = look(Arms(trained(Segmenter()), plan.arms), plan.arms, None, IMAGES[0], Yardstick(USUAL))
+    made = assemble(plan, views, USUAL)
+    whole = made.predictions[0]
+    assert torch.allclose(whole[3], whole[:3].mean(0), atol=1e-6)
+    agreed = agreements(products_of(whole))
+    slow = candidate_signals(measure(whole, USUAL, [0.0] * 5), agreed, 3, views.image[0])
+    np.testing.assert_allclose(made.signals[0], slow, atol=1e-6)
+
+
 # what is given
 
 
@@ -142,6 +191,38 @@ def test_a_flip_is_averaged_in():
     model = Adapter(trained(Segmenter()), Source())
     plain, flipped = (probabilities(model.step(x).logits) for x in (IMAGES[0], IMAGES[0].flip(3)))
     assert torch.allclose(probabilities(step.logits), (plain + flipped.flip(3)) / 2, atol=1e-6)
+
+
+def test_a_step_that_is_taken_is_told_with_its_size_and_loss():
+    plan = Plan(("source", "batch", "tent:0.03", "tent:0.1"))
+    step = choosing(rehearsed(plan, "tent:0.1")).step(IMAGES[0])
+    assert (step.decision.candidate, step.rate) == ("tent:0.1", 0.1)
+    before = Adapter(trained(Segmenter()), PTBN()).step(IMAGES[0]).logits
+    assert step.loss == pytest.approx(-(before.softmax(1) * before.log_softmax(1)).sum(1).mean().item(), abs=1e-5)
+    adam = Adapter(trained(Segmenter()), Tent(), Fixed(0.1), optimizer=torch.optim.Adam)
+    assert torch.allclose(step.logits, adam.step(IMAGES[0]).logits, atol=1e-5)
+    assert choosing(rehearsed(plan, "batch")).step(IMAGES[0]).updates == ()
+
+
+@pytest.mark.parametrize("favorite", ["source", "batch", "mean"])
+def test_another_view_of_an_image_is_predicted_by_the_candidate_that_it_got(favorite):
+    adapter = choosing(rehearsed(favorite=favorite))
+    step, view = adapter.step(IMAGES[0]), IMAGES[1]
+    before = states(adapter)
+    found = probabilities(adapter.again(view, step))
+    assert same(states(adapter), before)
+    arms = Arms(trained(Segmenter()), THREE.arms)
+    given = {name: probabilities(arms.logits(name, view)) for name in ("source", "batch")}
+    given["mean"] = (given["source"] + given["batch"] + probabilities(adapter._arms.logits("running", view))) / 3
+    assert step.decision.candidate == favorite
+    assert torch.allclose(found, given[favorite], atol=1e-6)
+    assert not torch.allclose(found, given["source" if favorite != "source" else "batch"], atol=1e-3)
+
+
+def test_another_view_of_a_constant_image_is_left_to_the_source_model():
+    adapter = choosing()
+    step = adapter.step(torch.ones(1, 1, 8, 12))
+    assert torch.equal(adapter.again(IMAGES[0], step), adapter._arms.logits("source", IMAGES[0]))
 
 
 def test_an_unlikely_good_prediction_is_to_be_reviewed():
@@ -227,6 +308,20 @@ def test_a_saved_stream_goes_on_bit_for_bit_and_reset_is_exact():
     whole.reset()
     assert same(states(whole), fresh)
     assert torch.equal(whole.step(IMAGES[0]).logits, expected[0])
+
+
+def test_what_was_predicted_is_remembered_saved_and_forgotten():
+    adapter, again = choosing(), choosing()
+    for x in IMAGES[:3]:
+        adapter.step(x)
+    adapter.predict(IMAGES[3])
+    assert len(adapter._recollection.bank) == 3
+    again.load_state_dict(adapter.state_dict())
+    kept, loaded = (each._recollection.bank.state_dict() for each in (adapter, again))
+    assert torch.equal(loaded["keys"], kept["keys"])
+    assert all(torch.equal(one, two) for one, two in zip(loaded["values"], kept["values"], strict=True))
+    adapter.reset()
+    assert len(adapter._recollection.bank) == 0
 
 
 def test_image_specific_streams_begin_again_with_each_image():

@@ -84,6 +84,28 @@ def test_what_is_expected_of_a_left_out_site_comes_from_the_others_alone():
     np.testing.assert_allclose(fitted.left_out["site 2"].ravel(), np.clip(expected, 0, 1), atol=1e-6)
 
 
+def test_related_sites_are_left_out_together():
+    signals, scores = sites()
+    fitted = fit(signals, scores, related={"site 2": ["site 0"]})
+    others = ["site 1", "site 3"]
+    rows = np.concatenate([slow_design(slow_standardized(signals[site], fitted.model)) for site in others])
+    weights = slow_ridge(rows, np.concatenate([scores[site].ravel() for site in others]), fitted.model.penalty)
+    expected = slow_design(slow_standardized(signals["site 2"], fitted.model)) @ weights
+    np.testing.assert_allclose(fitted.left_out["site 2"].ravel(), np.clip(expected, 0, 1), atol=1e-6)
+
+
+def test_a_signal_that_is_missing_counts_as_the_usual_one():
+    signals, scores = sites()
+    for table in signals.values():
+        table[:3, :, 6] = np.nan  # not known yet at the beginning of a stream
+        table[:, :, S - 1] = np.nan  # never known
+    model = fit(signals, scores).model
+    assert np.isfinite(model.weights).all()
+    known = signals["site 0"][:1].copy()
+    known[..., 6], known[..., S - 1] = model.center[6], 0.0
+    np.testing.assert_allclose(model.expected(signals["site 0"][:1]), model.expected(known), atol=1e-12)
+
+
 def test_the_model_predicts_scores_it_has_not_seen():
     signals, scores = sites()
     fitted = fit(signals, scores)
@@ -118,10 +140,13 @@ def test_a_quality_model_survives_json():
     np.testing.assert_array_equal(again.expected(signals["site 1"]), model.expected(signals["site 1"]))
 
 
-def test_the_radius_is_the_conformal_quantile_by_hand():
-    residuals = [0.05, -0.01, 0.02, -0.30, 0.04, 0.03, -0.06, 0.07, 0.08]  # nine: ⌈10 · 0.9⌉ = the ninth smallest
-    assert conformal_radius(residuals) == 0.30
-    assert conformal_radius([*residuals, 0.01]) == 0.30  # ten: ⌈9.9⌉ = the tenth of ten
-    assert conformal_radius([*residuals, *[0.01] * 10]) == 0.08  # nineteen: ⌈18⌉ = the 18th
-    assert conformal_radius([0.1] * 3) == 1.0  # too few to say anything
-    assert conformal_radius(residuals, coverage=0.5) == pytest.approx(0.05)  # ⌈5⌉ = the fifth
+def test_the_radius_holds_its_share_of_a_new_site_by_hand():
+    nine = [np.array([size, -size]) for size in (0.05, 0.01, 0.02, 0.30, 0.04, 0.03, 0.06, 0.07, 0.08)]
+    assert conformal_radius(nine) == 0.30  # nine of ten shares: all that there are
+    assert conformal_radius(nine[:8]) == 1.0  # eight of nine are less than 90 %
+    more = [*nine, *[np.array([0.01])] * 10]  # nineteen: 18 of 20 shares
+    assert conformal_radius(more) == 0.08
+    assert conformal_radius(nine, coverage=0.5) == pytest.approx(0.05)  # five of ten
+    uneven = [*[np.array([0.1])] * 9, np.linspace(0.2, 0.9, 1000)]  # a large site counts as much as a small one
+    assert conformal_radius(uneven, coverage=0.8) == pytest.approx(0.1)
+    assert conformal_radius([]) == 1.0

@@ -12,11 +12,13 @@ from dltta.quality.measures import (
     OWN,
     SIGNALS,
     Usual,
-    agreement,
+    agreement_lost,
     agreements,
     candidate_signals,
+    discrepancies,
     entropies,
     measure,
+    products_of,
     roughness,
 )
 
@@ -53,13 +55,23 @@ def test_roughness_is_the_length_of_borders_against_the_size_of_the_foreground()
 
 def test_agreement_is_that_of_the_foreground_alone():
     other = SURE[:, :, [0, 2, 1, 3]]  # one of two foreground positions shared: 2·1 / (2 + 2)
-    assert agreement(SURE, other) == pytest.approx(0.5, abs=1e-6)
-    assert agreement(SURE, SURE) == pytest.approx(1)
+    assert agreement_lost(SURE, other) == pytest.approx(0.5, abs=1e-6)
+    assert agreement_lost(SURE, SURE) == pytest.approx(0)
     nothing = torch.stack([torch.ones(1, 4), torch.zeros(1, 4)])
-    assert agreement(nothing, nothing) == pytest.approx(1)
-    assert agreements(torch.stack([SURE, nothing]))[0, 1] == pytest.approx(0, abs=1e-5)
+    assert agreement_lost(nothing, nothing) == pytest.approx(0)
+    assert agreements(products_of(torch.stack([SURE, nothing])))[0, 1] == pytest.approx(0, abs=1e-5)
     classes = tensor([[1.0, 0.0], [0.5, 0.5]])  # a classification: all classes count, 2·0.5 / (1 + 0.5)
-    assert agreements(classes)[0, 1] == pytest.approx(2 / 3, abs=1e-5)
+    assert agreements(products_of(classes))[0, 1] == pytest.approx(2 / 3, abs=1e-5)
+
+
+def test_discrepancy_is_that_of_the_paper_between_coarse_predictions():
+    prediction = torch.stack([torch.full((32, 32), 0.25), torch.full((32, 32), 0.75)])
+    reference = torch.full((2, 16, 16), 0.5)
+    by_hand = 0.5 * ((0.25 - 0.5) * math.log(0.25 / 0.5) + (0.75 - 0.5) * math.log(0.75 / 0.5))  # at every position
+    assert discrepancies(prediction[None], reference) == pytest.approx([math.log(by_hand + 1e-4)], abs=1e-6)
+    known = measure(prediction[None], USUAL, [0.0], None, reference)
+    assert known[0, OWN.index("discrepancy")] == pytest.approx(math.log(by_hand + 1e-4), abs=1e-6)
+    assert math.isnan(measure(prediction[None], USUAL, [0.0])[0, OWN.index("discrepancy")])
 
 
 def test_agreement_of_a_candidate_is_with_the_other_arms_not_with_itself_or_mixtures():

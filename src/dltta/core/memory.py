@@ -193,7 +193,7 @@ class MemoryBank:
     def _flatten(self, features: Tensor) -> Tensor:
         features = features.detach()
         if self.pool is not None and features.ndim > 2:
-            features = _average_pool(features, self.pool)
+            features = average_pool(features, self.pool)
         return features.flatten(1)
 
     def _mean(self, slots: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ def _mean(values: Sequence[Tensor]) -> Tensor:
     return total.div_(len(values))
 
 
-def _average_pool(features: Tensor, positions: int | Sequence[int]) -> Tensor:
+def average_pool(features: Tensor, positions: int | Sequence[int]) -> Tensor:
     """Channels-first maps (B, C, *positions) averaged to a fixed number of positions per axis."""
     axes = features.ndim - 2
     pools: dict[int, Any] = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}

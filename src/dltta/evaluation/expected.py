@@ -32,6 +32,15 @@ def quality_rows(results: Results) -> tuple[QualityRow, ...]:
     return tuple(row for row in rows if row is not None)
 
 
+def quality_streams(results: Results) -> tuple[StreamResult, ...]:
+    """Streams with an expected quality and scores to compare it with: the first seed and order of each method."""
+    return tuple(
+        stream
+        for stream in results.streams
+        if stream.seed == stream.order == 0 and (row := _row(stream)) is not None and not math.isnan(row.score)
+    )
+
+
 def _row(stream: StreamResult) -> QualityRow | None:
     metric = "dice" if stream.task == "segmentation" else "accuracy"
     cases = [case for case in stream.cases if case.quality is not None]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dltta.data.case import Case, Dataset
-from dltta.data.formats.images import Geometry, Image
+from dltta.config import open_target
+from dltta.data.case import Dataset
+from dltta.data.formats.images import Image
 from dltta.data.sites import Slices
 from dltta.errors import DataError
-from dltta.evaluation.rehearsal import FORMAT, Progress, cut, framed, rehearse
+from dltta.evaluation.files import read_case
+from dltta.evaluation.rehearsal import FORMAT, Elsewhere, Progress, Setup, cut, framed, rehearse, spread
+from dltta.evaluation.runners import Runner, Task, Tell, threads_each
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
-from dltta.models.io.opened import OpenedModel
-from dltta.models.io.opening import open_checkpoint
+from dltta.models.io.opened import OpenedModel, Prepared
+from dltta.models.io.opening import ModelSource, open_checkpoint
 from dltta.models.io.rehearsal import save_rehearsal
+from dltta.models.normalization import stores_statistics
+from dltta.predictor import load
 from dltta.training.calibration import MOST, calibrate
 from dltta.training.examples import Pair, gather, read_pairs, split_by_group
 from dltta.training.settings import TrainingSettings
@@ -58,7 +64,13 @@ def rehearse_checkpoint(
 
 
 def calibrate_model(
-    opened: OpenedModel, site: Dataset, folder: Path, *, seed: int = 0, progress: Progress | None = None
+    opened: OpenedModel,
+    site: Dataset,
+    folder: Path,
+    *,
+    seed: int = 0,
+    progress: Progress | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> dict[str, Any]:
     """Rehearse any model with the labeled cases of a site, and write what it learned into a folder.
 
@@ -72,23 +84,86 @@ def calibrate_model(
         )
     if len(site) and site[0].label is None:
         return _calibrate_unlabeled(opened, site, folder)
-    pairs = of_site(opened, site)
     missing = opened.calibration is None
-    if missing:
-        opened = replace(opened, calibration=calibrate(opened.model, _alike([image for image, _ in pairs])))
-    sliced = isinstance(site, Slices)
-    found = rehearse(opened, pairs, sliced=sliced, seed=seed, parts=folder / PARTS, progress=progress)
+    opened, home = _calibrated(opened, site)
+    found = rehearse(
+        opened,
+        home.pairs,
+        sliced=home.sliced,
+        seed=seed,
+        parts=folder / PARTS,
+        progress=progress,
+        elsewhere=elsewhere,
+    )
     save_rehearsal(folder, found, opened.calibration if missing else None)
     forget_parts(folder)
     return found
 
 
+def _calibrated(opened: OpenedModel, site: Dataset) -> tuple[OpenedModel, Home]:
+    """A model that knows how source images look to its layers, and the cases it rehearses with."""
+    home = of_site(opened, site)
+    if opened.calibration is None:
+        opened = replace(opened, calibration=calibrate(opened.model, _alike([image for image, _ in home.pairs])))
+    return opened, home
+
+
+@dataclass(frozen=True)
+class Rehearsing:
+    """What `calibrate_model` is doing, for workers: they open model and site themselves."""
+
+    model: ModelSource
+    site: str
+    folder: Path
+    seed: int
+    device: str
+
+    def on(self, runner: Runner, done: Progress, lost: Tell) -> Elsewhere:
+        """Runs streams on a runner, as `rehearse` asks for them."""
+
+        def run(waiting: Sequence[tuple[int, str]]) -> None:
+            finished: list[Task] = []
+
+            def tick(task: Task) -> None:
+                finished.append(task)
+                done(len(finished), len(waiting))
+
+            tasks = [
+                Task(f"rehearsal at {name}, batches of {size}", partial(record_part, self, size, name))
+                for size, name in waiting
+            ]
+            if tasks:
+                runner.run(tasks, threads=threads_each(runner, runner.jobs), done=tick, lost=lost)
+
+        return run
+
+
+def record_part(rehearsing: Rehearsing, size: int, name: str) -> None:
+    """Run one stream and keep it, unless it is there."""
+    setup = _setup(rehearsing)
+    (stream,) = [each for each in setup.streams() if each.name == name]
+    setup.recorded(stream, size, rehearsing.folder / PARTS)
+
+
+@lru_cache(maxsize=1)
+def _setup(rehearsing: Rehearsing) -> Setup:
+    """The same as the caller's; made once in a process."""
+    opened = rehearsing.model.open()
+    opened.model.to(rehearsing.device)
+    site = open_target(rehearsing.site)
+    opened, home = _calibrated(opened, site)
+    return Setup.of(opened, home.pairs, rehearsing.seed, sliced=home.sliced)
+
+
 def _calibrate_unlabeled(opened: OpenedModel, site: Dataset, folder: Path) -> dict[str, Any]:
     """How source images look to the layers, which needs no label: shrinkage statistics and the OOD score."""
-    images = [_image(opened, site[i]) for i in range(min(len(site), MOST))]
-    calibration = calibrate(opened.model, _alike(images))
-    if not calibration.layers:
+    if not stores_statistics(opened.model):
         raise DataError("without labels only batch normalization can be calibrated, and this network has none")
+    pairs = [pair for pairs in _cases(opened, site, labeled=False) for pair in pairs][:MOST]
+    if (window := _window(opened)) is not None:
+        pairs = [cut(pair, window, [i]) for i, pair in enumerate(pairs)]
+    images = [image for image, _ in pairs]
+    calibration = calibrate(opened.model, _alike(images))
     found: dict[str, Any] = {
         "format": FORMAT,
         "network": opened.fingerprint,
@@ -117,30 +192,50 @@ def at_home(sites: Sequence[Dataset], settings: TrainingSettings, checkpoint: Ch
     return Home(enough(pairs, settings.patch), bool(validation), any(isinstance(site, Slices) for site in sites))
 
 
-def of_site(opened: OpenedModel, site: Dataset) -> list[Pair]:
-    """The labeled cases of a site as any opened model takes them."""
-    pairs = [_prepared(opened, site[i]) for i in range(len(site))]
-    if not pairs:
+def of_site(opened: OpenedModel, site: Dataset) -> Home:
+    """The labeled cases of a site as any opened model takes them, volumes slice by slice where its network is 2-D."""
+    found = _cases(opened, site, labeled=True)
+    sliced = isinstance(site, Slices) or any(len(pairs) > 1 for pairs in found)
+    return Home(enough([pair for pairs in found for pair in pairs], _window(opened)), held_out=False, sliced=sliced)
+
+
+def _window(opened: OpenedModel) -> tuple[int, ...] | None:
+    """The size that the network is run on, if not on whole images."""
+    return opened.window.patch if opened.window is not None and opened.task == "segmentation" else None
+
+
+def _cases(opened: OpenedModel, site: Dataset, *, labeled: bool) -> list[list[Pair]]:
+    """The pairs of each case, some cases of many; where no labels are needed, zeros stand in for them."""
+    found = []
+    for index in spread(len(site), MOST if _window(opened) is None else 3 * FEWEST):
+        case, image = read_case(site, index)
+        if labeled and case.label is None:
+            raise DataError(f"{case.site}/{case.name} has no label; rehearsal needs one for every image")
+        shape = image.array.shape[1:] if opened.task == "segmentation" else ()
+        found.append(_pairs(opened, image, torch.zeros(shape).long() if case.label is None else case.label.long()))
+    if not found:
         raise DataError(f"{site.site} has no cases to rehearse with")
-    window = None if opened.window is None else opened.window.patch
-    return enough(pairs, window if opened.task == "segmentation" else None)
+    return found
 
 
-def _prepared(opened: OpenedModel, case: Case) -> Pair:
-    if case.label is None:
-        raise DataError(f"{case.site}/{case.name} has no label; rehearsal needs one for every image")
-    image = _image(opened, case)
-    label, size = case.label.long(), tuple(image.shape[1:])
+def _pairs(opened: OpenedModel, image: Image, label: Tensor) -> list[Pair]:
+    """A case as the network takes it: one pair, or one for each slice."""
+    loaded = load(opened, image, "")
+    labels = [label] if loaded.axis is None else list(label.unbind(loaded.axis))
+    pairs = [(part.image, _label(part, each)) for part, each in zip(loaded.parts, labels, strict=True)]
+    if opened.takes_volumes and opened.spatial_dims == 2:
+        return [pair for volume, masks in pairs for pair in zip(volume.unbind(1), masks.unbind(0), strict=True)]
+    return pairs
+
+
+def _label(part: Prepared, label: Tensor) -> Tensor:
+    """On the network's grid."""
+    size = tuple(part.image.shape[1:])
+    if label.ndim and part.label is not None:
+        return part.label(label)
     if label.ndim and size != tuple(label.shape):
-        label = F.interpolate(label[None, None].float(), size=size, mode="nearest")[0, 0].long()
-    return image, label
-
-
-def _image(opened: OpenedModel, case: Case) -> Tensor:
-    """As the network takes it."""
-    channels, *shape = case.image.shape
-    geometry = Geometry("png", tuple(shape), channels, case.limit, case.spacing)
-    return opened.prepare(Image(case.image.numpy(), geometry)).image
+        return F.interpolate(label[None, None].float(), size=size, mode="nearest")[0, 0].long()
+    return label
 
 
 def enough(pairs: Sequence[Pair], patch: Sequence[int] | None) -> list[Pair]:

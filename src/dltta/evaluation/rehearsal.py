@@ -8,7 +8,7 @@ by what margins to choose. Everything that is reported was predicted for a site 
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -21,29 +21,30 @@ from torch import Tensor, nn
 
 from dltta.data.case import Task
 from dltta.data.shifts import HARMFUL, SOURCE_SITE, SimulatedSite, draw_sites
-from dltta.errors import DataError
+from dltta.data.shifts.draw import related_sites
+from dltta.errors import DataError, StateError
 from dltta.files import write_atomically
 from dltta.models.calibration import Calibration
 from dltta.models.io.opened import OpenedModel
 from dltta.models.predictions import most_likely, probabilities
 from dltta.models.quantiles import SourceValues
 from dltta.quality.candidates import BATCH, EFFORTS, SOURCE, Arms, Plan, possible_arms, possible_plans
-from dltta.quality.choosing import Policy, Rehearsed, StreamMean, Yardstick, assemble, look
+from dltta.quality.choosing import Policy, Recollection, Rehearsed, StreamMean, Yardstick, assemble, look
 from dltta.quality.estimate import Fitted, conformal_radius, fit
-from dltta.quality.measures import Table, Usual
+from dltta.quality.measures import SIGNALS, Table, Usual
 from dltta.training.calibration import calibrate
 from dltta.training.examples import Pair
 
-FORMAT = 1
-SCORED = 3  # how streams are recorded; another number records them again
+FORMAT = 2
+SCORED = 6  # how streams are recorded; another number records them again
 # batch size: cases; right or wrong says less than a Dice, so a classification takes more
 CASES: dict[Task, dict[int, int]] = {"segmentation": {1: 20}, "classification": {1: 16, 32: 64}}
 FEWEST_CASES: dict[Task, int] = {"segmentation": 8, "classification": 32}
 FEWEST_ONE_BY_ONE = 8
 MOST_SITES, FEWEST_SITES = 24, 8  # sites are what is generalized over: rather more of them than more cases
-PASSES, FURTHER = 10, 5  # arms with their flips; streams beside the simulated sites
+PASSES, FURTHER = 15, 5  # arms with their flips, steps; streams beside the simulated sites
 REFUSED = ("noise", "negative", "other modality")  # harmful sites that are rehearsed
-WORK = 2.5e12  # multiplications that a rehearsal may take: minutes on two cores
+WORK = 3.5e12  # multiplications that a rehearsal may take: minutes on two cores
 OVERHEAD = 2e6  # multiplications that the call of a layer takes as long as
 CROP = 32  # crops are multiples of this
 WEIGHTS = (0.0, 0.25, 0.5, 1.0)
@@ -56,6 +57,7 @@ FLAGGED_SOURCE, FLAGGED_REFUSED = 0.05, 0.9  # of source images at most, of harm
 FRAMINGS: tuple["Framing", ...] = ("whole", "whole", "whole", "close")  # of the simulated sites in turn
 Framing = Literal["whole", "close", "anywhere"]
 Progress = Callable[[int, int], None]
+Elsewhere = Callable[[Sequence[tuple[int, str]]], None]  # runs streams by batch size and name, into the folder of parts
 
 
 @dataclass(frozen=True)
@@ -142,11 +144,12 @@ def rehearse(
     seed: int = 0,
     parts: Path | None = None,
     progress: Progress | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> dict[str, Any]:
     """What `ChoosingAdapter` needs to know about a model, as JSON, from labeled cases as the network takes them.
 
     `sliced` says that they are slices of volumes, which are scored whole. `parts` is a folder where finished streams
-    are kept, so that an interrupted rehearsal continues.
+    are kept, so that an interrupted rehearsal continues; `elsewhere` runs those that are not there in other processes.
     """
     if not cases:
         raise DataError("there is no labeled case to rehearse with")
@@ -154,6 +157,15 @@ def rehearse(
     streams = setup.streams()
     rows: dict[int, dict[str, Recorded]] = {size: {} for size in setup.extent.counts}
     total = len(streams) * len(rows)
+    if elsewhere is not None and parts is not None:
+        every = list(product(rows, streams))
+        elsewhere([(size, each.name) for size, each in every if not setup.part(each, size, parts).is_file()])
+        missing = [each.name for size, each in every if not setup.part(each, size, parts).is_file()]
+        if missing:
+            raise StateError(
+                f"{missing[0]} was rehearsed by a worker, but is not here; use a folder that all machines share, and "
+                "machines of one type"
+            )
     for done, (size, stream) in enumerate(product(rows, streams)):
         if progress is not None:
             progress(done, total)
@@ -204,7 +216,8 @@ class Setup:
         calibration = opened.calibration or calibrate(model, images)
         with torch.no_grad():
             predictions = [_predict(model, image) for image in images]
-        flip = best_flip(model, chosen, predictions)
+        mirrored = getattr(opened.window, "mirroring", None)  # nnU-Net's windows average flips anyway
+        flip = None if mirrored else best_flip(model, chosen, predictions)
         usual, values = Usual.of(predictions), SourceValues.of(images)
         return cls(opened, chosen, calibration, usual, values, flip, extent, seed, sliced)
 
@@ -214,7 +227,7 @@ class Setup:
 
     @property
     def arms(self) -> tuple[str, ...]:
-        return possible_arms(self.opened.model, self.calibration, self.values)
+        return possible_arms(self.opened.model, self.calibration)
 
     def plans(self, effort: str) -> list[Plan]:
         return possible_plans(self.arms, self.flip, EFFORTS[effort])
@@ -237,11 +250,15 @@ class Setup:
         """Run, or as an interrupted rehearsal left it."""
         if parts is None:
             return self._record(stream, batch_size)
-        path = parts / f"{self._key(stream, batch_size)}.npz"
+        path = self.part(stream, batch_size, parts)
         if not path.is_file():
             parts.mkdir(parents=True, exist_ok=True)
             write_atomically(path, _packed(self._record(stream, batch_size)))
         return _unpacked(path)
+
+    def part(self, stream: Stream, batch_size: int, parts: Path) -> Path:
+        """Where a finished stream is kept."""
+        return parts / f"{self._key(stream, batch_size)}.npz"
 
     def _key(self, stream: Stream, batch_size: int) -> str:
         cases = hashlib.sha256()
@@ -257,8 +274,10 @@ class Setup:
     @torch.no_grad()
     def _record(self, stream: Stream, batch_size: int) -> Recorded:
         arms = Arms(
-            self.opened.model, self.arms, calibration=self.calibration, values=self.values, batch_size=batch_size
-        )
+            self.opened.model, self.arms, calibration=self.calibration,
+            batch_size=batch_size,
+        )  # fmt: skip
+        recollection = Recollection(batch_size)
         plans = self.every_plan()
         sizes = sizes_of([label for _, label in self.cases], len(self.opened.classes))
         smooth, counted = SMOOTHING * sizes, []
@@ -270,13 +289,14 @@ class Setup:
             x = torch.stack([image for image, _ in batch]).to(device)
             labels = [label for _, label in batch]
             counted += [slice_weight(label, sizes) if self.sliced else 1.0 for label in labels]
-            views = look(arms, self.arms, self.flip, x, self.yardstick)
+            views = look(arms, self.arms, self.flip, x, self.yardstick, recollection)
             arms.commit()
+            recollection.add(views)
             for plan in plans:
                 made = assemble(plan, views, self.usual)
                 rows[_name(plan)].append((made.signals, scores_of(made.predictions, labels, smooth)))
             for name, column in plain.items():
-                given = views.plain.get(name, views.plain[SOURCE]).cpu()[:, None]
+                given = views.plain.get(name, views.plain[SOURCE])[:, None]
                 column.append(scores_of(given, labels, smooth)[:, 0])
         return Recorded(
             {name: np.concatenate([signals for signals, _ in each]) for name, each in rows.items()},
@@ -288,13 +308,18 @@ class Setup:
 
     def concluded(self, records: Mapping[str, Recorded], batch_size: int) -> dict[str, Any]:
         """For each effort what is run, and how it did on sites that its fit had not seen."""
-        harmful = [stream.name for stream in self.streams() if stream.harmful]
+        streams = self.streams()
+        harmful = [stream.name for stream in streams if stream.harmful]
+        related = related_sites({stream.name: stream.sites for stream in streams})
         found: dict[str, Any] = {}
         for effort in EFFORTS:
-            tried = [tuned(plan, records, harmful, batch_size) for plan in self.plans(effort)]
+            tried = [tuned(plan, records, harmful, batch_size, related) for plan in self.plans(effort)]
             best = max(tried, key=lambda each: each.worth)
-            found[effort] = {**best.rehearsed.as_json(), "scores": best.table(records, harmful), "worth": best.worth}
-            found[effort]["tried"] = [{"plan": each.rehearsed.plan.as_json(), "worth": each.worth} for each in tried]
+            found[effort] = {
+                **best.rehearsed.as_json(), "scores": best.table(records, harmful), "worth": best.worth,
+                "signals": signal_errors(best.rehearsed.plan, records, related),
+                "tried": [{"plan": each.rehearsed.plan.as_json(), "worth": each.worth} for each in tried],
+            }  # fmt: skip
         return found
 
 
@@ -412,18 +437,48 @@ class Tuned:
         ]
 
 
-def tuned(plan: Plan, records: Mapping[str, Recorded], harmful: Sequence[str], batch_size: int = 1) -> Tuned:
-    """Fit the quality model and choose weight and margins, each site judged by a fit that left it out."""
+def fitted_to(
+    plan: Plan, records: Mapping[str, Recorded], related: Mapping[str, Collection[str]], without: str | None = None
+) -> Fitted:
+    """The quality model of a plan; `without` is a signal that it does not get."""
+    name = _name(plan)
+    signals = {site: record.signals[name] for site, record in records.items()}
+    if without is not None:
+        column = SIGNALS.index(without)
+        signals = {site: np.where(np.arange(len(SIGNALS)) == column, np.nan, each) for site, each in signals.items()}
+    scores = {site: record.scores[name] for site, record in records.items()}
+    return fit(signals, scores, {site: record.weights for site, record in records.items()}, related)
+
+
+def signal_errors(
+    plan: Plan, records: Mapping[str, Recorded], related: Mapping[str, Collection[str]]
+) -> dict[str, float]:
+    """Root mean squared error of what is expected of left-out sites: with all signals, and without each of them."""
+    name = _name(plan)
+
+    def error(without: str | None) -> float:
+        left_out = fitted_to(plan, records, related, without).left_out
+        squares = [float(np.square(left_out[site] - record.scores[name]).mean()) for site, record in records.items()]
+        return float(np.sqrt(np.mean(squares)))
+
+    return {"all": error(None), **{signal: error(signal) for signal in SIGNALS}}
+
+
+def tuned(
+    plan: Plan,
+    records: Mapping[str, Recorded],
+    harmful: Sequence[str],
+    batch_size: int = 1,
+    related: Mapping[str, Collection[str]] | None = None,
+) -> Tuned:
+    """Fit the quality model and choose weight and margins; each site is judged by a fit without it and related ones."""
     name, names = _name(plan), plan.candidates
-    fitted = fit(
-        {site: record.signals[name] for site, record in records.items()},
-        {site: record.scores[name] for site, record in records.items()},
-        {site: record.weights for site, record in records.items()},
-    )
+    related = related or {site: {site} for site in records}
+    fitted = fitted_to(plan, records, related)
     sites = [site for site in records if site not in harmful]
     smoothed = {site: _smoothed(expected, batch_size) for site, expected in fitted.left_out.items()}
-    means = np.stack([records[site].mean(records[site].scores[name]) for site in sites])  # (sites, K)
-    defaults = [names[int((means.sum(0) - means[i]).argmax())] for i in range(len(sites))]
+    means = {site: records[site].mean(records[site].scores[name]) for site in sites}  # (K,) each
+    defaults = [names[_best_of(means, related[site])] for site in sites]
     best: tuple[float, Policy, dict[str, Table]] | None = None
     for default_margin, weight, source_margin in product(DEFAULT_MARGINS, WEIGHTS, SOURCE_MARGINS):
         given = {}
@@ -433,7 +488,7 @@ def tuned(plan: Plan, records: Mapping[str, Recorded], harmful: Sequence[str], b
             given[site] = records[site].scores[name][np.arange(len(chosen)), chosen]
         worth = worth_of(given, records)
         if best is None or worth > best[0] + 5e-4:  # the first of the alike trusts the default most
-            best = worth, Policy(names[int(means.sum(0).argmax())], weight, default_margin, source_margin), given
+            best = worth, Policy(names[_best_of(means)], weight, default_margin, source_margin), given
     if best is None:
         raise DataError("there is no policy to try")
     worth, policy, given = best
@@ -442,6 +497,12 @@ def tuned(plan: Plan, records: Mapping[str, Recorded], harmful: Sequence[str], b
         chosen = policy.values(fitted.left_out[site], smoothed[site], names).argmax(1)
         given[site] = records[site].scores[name][np.arange(len(chosen)), chosen]
     return Tuned(rehearsed, worth, given)
+
+
+def _best_of(means: Mapping[str, Table], without: Collection[str] = ()) -> int:
+    """The candidate of the highest mean over sites; over all of them where none would be left."""
+    kept = [each for site, each in means.items() if site not in without] or list(means.values())
+    return int(np.mean(kept, axis=0).argmax())
 
 
 def _judged(
@@ -454,14 +515,14 @@ def _judged(
 ) -> Rehearsed:
     """With the interval and the review threshold, from what was expected of left-out sites."""
     name, names = _name(plan), plan.candidates
-    residuals: list[float] = []
+    residuals: list[Table] = []  # by site
     expected: dict[str, Table] = {}
     for site, found in fitted.left_out.items():
         chosen = policy.values(found, smoothed[site], names).argmax(1)
         rows = np.arange(len(chosen))
         expected[site] = found[rows, chosen]
         if site not in harmful:
-            residuals += (records[site].scores[name][rows, chosen] - expected[site]).tolist()
+            residuals.append(records[site].scores[name][rows, chosen] - expected[site])
     refused = np.concatenate([expected[site] for site in harmful]) if harmful else np.zeros(1)
     usual = float(np.quantile(expected["source"], FLAGGED_SOURCE, method="lower"))
     useless = float(np.quantile(refused, FLAGGED_REFUSED, method="higher")) + 1e-6
@@ -545,8 +606,12 @@ def _batches(pairs: Sequence[Pair], size: int) -> Iterator[Sequence[Pair]]:
 
 def _spread(cases: Sequence[Pair], count: int) -> list[Pair]:
     """So many of the cases, evenly over their order."""
-    places = sorted({round(place) for place in np.linspace(0, len(cases) - 1, min(count, len(cases)))})
-    return [cases[place] for place in places]
+    return [cases[place] for place in spread(len(cases), count)]
+
+
+def spread(total: int, count: int) -> list[int]:
+    """So many positions of a list of this length, or all, evenly over it."""
+    return sorted({round(place) for place in np.linspace(0, total - 1, min(count, total))})
 
 
 def _name(plan: Plan) -> str:

@@ -57,6 +57,25 @@ class Running:
 
 
 @dataclass(frozen=True)
+class Pooled:
+    """The image's own statistics averaged with those of the most similar of the latest images, layer by layer.
+
+    Similar means close in mean and log variance to what this layer gets. In a stream of one site many images pool;
+    where sites alternate each pools with its own. `neighbors` of the latest `capacity` batches are averaged in.
+    """
+
+    capacity: int = 20
+    neighbors: int = 8
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.neighbors <= self.capacity:
+            raise SettingError(f"neighbors lie between 1 and the capacity of {self.capacity}, got {self.neighbors}")
+
+    def wrap(self, layer: _BatchNorm, name: str) -> nn.Module:
+        return _Pooled(layer, name, self.capacity, self.neighbors)
+
+
+@dataclass(frozen=True)
 class Shrinkage:
     """As far from the source's statistics towards the image's as the shift exceeds what source images show.
 
@@ -162,6 +181,39 @@ class _Running(StatefulWrapper):
     def commit(self) -> None:
         self.test_mean.copy_(self.latest[0])
         self.test_variance.copy_(self.latest[1])
+
+
+class _Pooled(StatefulWrapper):
+    def __init__(self, layer: _BatchNorm, name: str, capacity: int, neighbors: int) -> None:
+        super().__init__(layer, name)
+        like = self.stored()[0]
+        self._buffers = dict(self._buffers)  # a copy: the stored statistics of the source model stay
+        for field in ("means", "variances"):
+            self.register_buffer(f"stream_{field}", like.new_zeros(capacity, len(like)))
+        self.register_buffer("stream_batches", like.new_zeros(1))
+        self.neighbors = neighbors
+        self.latest = like, like
+
+    stream_means: Tensor
+    stream_variances: Tensor
+    stream_batches: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        mean, variance = self.latest = batch_moments(input)
+        kept = min(int(self.stream_batches), len(self.stream_means))
+        means, variances = self.stream_means[:kept], self.stream_variances[:kept]
+        apart = (means - mean).square() / (variance + self.eps)
+        apart = apart + ((variances + self.eps).log() - (variance + self.eps).log()).square()  # (kept, C)
+        nearest = apart.sum(1).topk(min(self.neighbors, kept), largest=False).indices
+        pooled_mean = torch.cat([mean[None], means[nearest]]).mean(0)
+        within = torch.cat([variance[None], variances[nearest]]).mean(0)
+        between = (torch.cat([mean[None], means[nearest]]) - pooled_mean).square().mean(0)
+        return self.normalized(input, pooled_mean, within + between)  # as of all their positions together
+
+    def commit(self) -> None:
+        place = int(self.stream_batches) % len(self.stream_means)
+        self.stream_means[place], self.stream_variances[place] = self.latest
+        self.stream_batches += 1
 
 
 class _Shrinkage(StatefulWrapper):

@@ -1,7 +1,7 @@
-"""6 update. Which predictions could be given for an image? Each arm normalizes in its own way.
+"""6 update. Which predictions could be given for an image? Each arm normalizes in its own way, or takes a step.
 
-An arm costs one pass, two with its flip. Mixtures of arms cost nothing more. Which arms a model runs is its `Plan`,
-chosen in rehearsal under a limit of passes.
+An arm costs one pass, two with its flip; steps along one gradient cost another for the gradient. Mixtures of arms cost
+nothing more. Which arms a model runs is its `Plan`, chosen in rehearsal under a limit of passes.
 """
 
 import copy
@@ -14,25 +14,37 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from dltta.core.objectives.tent import Tent
 from dltta.core.passes import run
 from dltta.errors import SettingError
 from dltta.models.calibration import Calibration, LayerSamples
 from dltta.models.fast import speed_up
-from dltta.models.normalization import NormalizationStatistics, use_test_statistics
+from dltta.models.normalization import NormalizationStatistics, affine_parameters, use_test_statistics
 from dltta.models.predictions import probabilities
-from dltta.models.quantiles import SourceValues
-from dltta.models.statistics import AvailableStatistics, Blended, Running, Shrinkage, StatefulWrapper, stateful_layers
+from dltta.models.statistics import (
+    AvailableStatistics,
+    Blended,
+    Pooled,
+    Running,
+    Shrinkage,
+    StatefulWrapper,
+    stateful_layers,
+)
+from dltta.quality.steps import Steps
 
-SOURCE, BLENDED, BATCH, SHRINKAGE, RUNNING, MATCHED = (
-    "source", "blended", "batch", "shrinkage", "running", "matched",
+SOURCE, BLENDED, BATCH, SHRINKAGE, RUNNING, POOLED = (
+    "source", "blended", "batch", "shrinkage", "running", "pooled",
 )  # fmt: skip
+TENT = "tent:"
+STEP_SIZES = (0.03, 0.1)  # of a step on Tent; `tent:0.03` is an arm. Found on phantoms at simulated sites
 MEAN, ENTROPY = (
     "mean",
     "entropy",
 )  # mixtures of the arms: evenly, and by entropy as InTEnt does (Dong et al. 2024)
 MIXTURES = (MEAN, ENTROPY)
 TEMPERATURE = 0.1  # nats of mean entropy: InTEnt's weights are softmax(−H / T)
-EFFORTS = {"default": 6, "low": 3}  # passes of the network that a step may cost
+PER_IMAGE = 0.1  # how far one image moves running statistics; a batch moves them as its images would
+EFFORTS = {"default": 5, "low": 2}  # passes that a step may take; signals take about one more
 
 
 @dataclass(frozen=True)
@@ -44,7 +56,8 @@ class Plan:
 
     @property
     def passes(self) -> int:
-        return len(self.arms) * (1 if self.flip is None else 2)
+        gradient = any(map(is_step, self.arms))  # takes about as long as a pass
+        return len(self.arms) * (1 if self.flip is None else 2) + gradient
 
     @property
     def candidates(self) -> tuple[str, ...]:
@@ -55,38 +68,46 @@ class Plan:
         return {"arms": list(self.arms), "flip": self.flip}
 
 
-def possible_arms(model: nn.Module, calibration: Calibration | None, values: SourceValues | None) -> tuple[str, ...]:
+def is_step(arm: str) -> bool:
+    return arm.startswith(TENT)
+
+
+def possible_arms(model: nn.Module, calibration: Calibration | None) -> tuple[str, ...]:
     """Those that make a difference to this network and for which everything is known.
 
-    Matched values are for networks that store no statistics: simulated sites, whose images show what source images
-    show, would make them look better than they are.
+    Mapping the values of an image to the source's is no candidate, though networks without stored statistics have few:
+    simulated sites, whose images show what source images show, flatter it; at synthetic scanners it lost
+    (docs/instance-norm.md).
     """
+    steps = tuple(f"{TENT}{size}" for size in STEP_SIZES) if affine_parameters(model) else ()
     normalized = any(
         isinstance(layer, _BatchNorm) and layer.track_running_stats and layer.running_mean is not None
         for layer in model.modules()
     )
     if not normalized:
-        return (SOURCE, MATCHED) if values is not None else (SOURCE,)
+        return (SOURCE, *steps)
     shrinkage = (SHRINKAGE,) if calibration is not None and calibration.layers else ()
-    return (SOURCE, BATCH, BLENDED, *shrinkage, RUNNING)
+    return (SOURCE, BATCH, BLENDED, *shrinkage, RUNNING, POOLED, *steps)
 
 
 def possible_plans(arms: Sequence[str], flip: int | None, passes: int) -> list[Plan]:
     """The source model and batch statistics, alone and with other arms, with and without the flip, as passes allow.
 
-    Both are always there: whichever of them is right at a site, it can be given.
+    Both are always there: whichever of them is right at a site, it can be given. Steps are taken at all sizes, and
+    without the flip, which would be too many passes.
     """
-    always, others = tuple(arms[:2]), arms[2:]
+    plain, steps = [arm for arm in arms if not is_step(arm)], tuple(filter(is_step, arms))
+    always, others = tuple(plain[:2]), plain[2:]
     sets = [always + chosen for count in range(len(others) + 1) for chosen in combinations(others, count)]
-    flips = (None,) if flip is None else (None, flip)
-    plans = [Plan(chosen, each) for each in flips for chosen in sets]
+    plans = [Plan(chosen, each) for each in ((None,) if flip is None else (None, flip)) for chosen in sets]
+    plans += [Plan(chosen + steps) for chosen in sets] if steps else []
     return [plan for plan in plans if plan.passes <= passes]
 
 
 class Arms:
     """The networks of a plan. All share the parameters of one copy of the source model; some have own statistics.
 
-    `calibration` is needed by the shrinkage arm, `values` by the matched one.
+    `calibration` is needed by the shrinkage arm.
     """
 
     def __init__(
@@ -95,32 +116,50 @@ class Arms:
         names: Sequence[str],
         *,
         calibration: Calibration | None = None,
-        values: SourceValues | None = None,
         batch_size: int = 1,
         layout: str = "auto",
     ) -> None:
-        self.values = values
         with torch.inference_mode(False):
             self.source = copy.deepcopy(model).requires_grad_(False).eval()
             if layout == "auto":
                 speed_up(self.source)
-            made = {name: _statistics(name, calibration, batch_size) for name in names}
+            plain = [name for name in names if not is_step(name)]
+            made = {name: _statistics(name, calibration, batch_size) for name in plain}
             self.networks = {name: self._network(statistics) for name, statistics in made.items()}
+            steps = any(map(is_step, names))
+            self.steps = Steps(self._network(None, own=True), Tent(AvailableStatistics())) if steps else None
         self.stateful: dict[str, list[StatefulWrapper]] = {
             name: stateful_layers(network) for name, network in self.networks.items()
         }
 
-    def _network(self, statistics: NormalizationStatistics | None) -> nn.Module:
-        if statistics is None:
+    def _network(self, statistics: NormalizationStatistics | None, *, own: bool = False) -> nn.Module:
+        if statistics is None and not own:
             return self.source
         network = copy.deepcopy(self.source, {id(parameter): parameter for parameter in self.source.parameters()})
-        use_test_statistics(network, statistics)
+        if statistics is not None:
+            use_test_statistics(network, statistics)
         return network
 
+    def all_logits(self, names: Sequence[str], x: Tensor, *, samples: LayerSamples | None = None) -> dict[str, Tensor]:
+        """Of several arms for a batch x (B, C, *spatial); the gradient is computed once.
+
+        `samples` collects what the source model's layers get.
+        """
+        before = None if self.steps is None else self.steps.begin(x)
+        start = BATCH if BATCH in self.networks else SOURCE  # the arm that the step begins from
+        found = {}
+        for name in names:
+            watched = samples if name == SOURCE else None
+            if name == start and before is not None and watched is None:
+                found[name] = before
+            else:
+                found[name] = self.logits(name, x, samples=watched)
+        return found
+
     def logits(self, name: str, x: Tensor, *, samples: LayerSamples | None = None) -> Tensor:
-        """Of one arm for a batch x (B, C, *spatial); `samples` collects what the source model's layers get."""
-        if name == MATCHED and self.values is not None:
-            x = torch.stack([self.values.match(image) for image in x])
+        """Of one arm; a step goes along the direction of the latest batch of `all_logits`."""
+        if self.steps is not None and is_step(name):
+            return self.steps.logits(x, float(name.removeprefix(TENT)))
         network = self.networks[name]
         if samples is None:
             return run(network, x, features=False, learning=False).logits
@@ -161,7 +200,8 @@ class Arms:
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Bring the networks to another device or type, as `nn.Module._apply` does."""
-        for network in dict.fromkeys([self.source, *self.networks.values()]):
+        stepping = [] if self.steps is None else [self.steps.network]
+        for network in dict.fromkeys([self.source, *self.networks.values(), *stepping]):
             network._apply(fn)
 
 
@@ -175,18 +215,21 @@ def _own_buffers(layer: nn.Module) -> dict[str, Tensor]:
 
 
 def _statistics(name: str, calibration: Calibration | None, batch_size: int) -> NormalizationStatistics | None:
-    if name in (SOURCE, MATCHED):
+    if name == SOURCE:
         return None
     if name == SHRINKAGE:
         if calibration is None:
             raise SettingError("shrinkage statistics need a calibrated model; run `dltta calibrate`")
         return Shrinkage(calibration.moments(batch_size))
     made: dict[str, NormalizationStatistics] = {
-        BLENDED: Blended(), BATCH: AvailableStatistics(), RUNNING: Running(),
-    }  # fmt: skip
+        BLENDED: Blended(),
+        BATCH: AvailableStatistics(),
+        RUNNING: Running(1 - (1 - PER_IMAGE) ** batch_size),
+        POOLED: Pooled(),
+    }
     return made[name]
 
 
 def mixture_weights(entropies: Tensor, kind: str) -> Tensor:
-    """Of arms (N,) with these mean entropies: equal, or as InTEnt weighs them."""
-    return (torch.zeros_like(entropies) if kind == MEAN else -entropies / TEMPERATURE).softmax(0)
+    """Of arms (…, N) with these mean entropies: equal, or as InTEnt weighs them."""
+    return (torch.zeros_like(entropies) if kind == MEAN else -entropies / TEMPERATURE).softmax(-1)

@@ -13,29 +13,46 @@ import torch
 from torch import Tensor, nn
 
 from dltta.core.adapter import Adapter, Mode
+from dltta.core.memory import MemoryBank
 from dltta.core.objectives.source import Source
 from dltta.core.passes import accept
-from dltta.errors import NonFiniteError
+from dltta.core.step import Step, Update
+from dltta.errors import InputError, NonFiniteError
 from dltta.models.calibration import Calibration, LayerSamples, OODScore
 from dltta.models.predictions import probabilities
 from dltta.models.quantiles import SourceValues
-from dltta.quality.candidates import BATCH, BLENDED, ENTROPY, SOURCE, Arms, Plan, mixture_weights, possible_arms
+from dltta.quality.candidates import (
+    BATCH,
+    BLENDED,
+    ENTROPY,
+    SOURCE,
+    TENT,
+    Arms,
+    Plan,
+    is_step,
+    mixture_weights,
+    possible_arms,
+)
 from dltta.quality.decision import Decision, Outcome, Reason, of_batch
 from dltta.quality.estimate import Expected, QualityModel
-from dltta.quality.guarded import GuardedStep
+from dltta.quality.guarded import GuardedStep, decision_of
 from dltta.quality.measures import (
+    COARSE,
     IMAGE_SIGNALS,
     SIGNALS,
     Table,
     Usual,
-    agreement,
+    agreement_lost,
     agreements,
     candidate_signals,
+    coarse,
     entropies,
     log_score,
     measure,
+    products_of,
 )
 
+MEMORY, NEIGHBORS = 20, 8  # of the paper, for images that come one by one
 WINDOW = 20  # images that an expected quality is averaged over
 ENOUGH = 8  # images of a batch whose mean prediction says something about the classes
 
@@ -125,29 +142,109 @@ class Yardstick:
     calibration: Calibration | None = None
 
 
-@dataclass(frozen=True)
+class Recollection:
+    """What earlier images of the stream were predicted as, coarsely, found again by the source model's logits."""
+
+    def __init__(self, batch_size: int = 1) -> None:
+        capacity = max(MEMORY, 4 * batch_size)  # the paper's: 20 batches of one image, or 4
+        self.bank = MemoryBank(capacity=capacity, neighbors=NEIGHBORS, ready="neighbors", pool=COARSE)
+
+    def recall(self, logits: Tensor) -> Tensor | None:
+        """The mean prediction of similar images, (B, C, *coarse); None before there are enough."""
+        return self.bank.recall(logits)
+
+    def add(self, views: "Views") -> None:
+        """The source model's logits and the mean of the first two arms, which every plan has."""
+        first = list(views.plain)[:2]
+        self.bank.push(views.logits[SOURCE].cpu(), coarse(torch.stack([views.plain[name] for name in first]).mean(0)))
+
+
 class Views:
-    """What the arms gave for one batch; probabilities are (B, C, *positions)."""
+    """What the arms gave for one batch, on the CPU, and what can be said of it; everything is computed once.
 
-    logits: Mapping[str, Tensor]
-    plain: Mapping[str, Tensor]
-    flipped: Mapping[str, Tensor]  # flipped back; empty without a flip
-    image: Table  # (B, I) the signals of the images
+    `plain` and `flipped` are probabilities (B, C, *positions), the latter flipped back and empty without a flip.
+    """
+
+    def __init__(
+        self,
+        logits: Mapping[str, Tensor],
+        flipped: Mapping[str, Tensor],
+        image: Table,
+        reference: Tensor | None,
+    ) -> None:
+        self.logits = logits
+        self.plain = {name: probabilities(each).cpu() for name, each in logits.items()}
+        self.flipped = {name: each.cpu() for name, each in flipped.items()}
+        self.image = image  # (B, I) the signals of the images
+        self.reference = reference  # (B, C, *coarse)
+        self._own: dict[tuple[str, bool], Table] = {}
+        self._entropies: dict[tuple[str, bool], Tensor] = {}
+        self._products: dict[bool, Table] = {}
+
+    def given(self, name: str, flip: bool) -> Tensor:
+        """The prediction of an arm, averaged with that of the flipped image if there is one."""
+        return (self.plain[name] + self.flipped[name]) / 2 if flip else self.plain[name]
+
+    def changed(self, name: str, flip: bool) -> list[float]:
+        """How much of each prediction the flip changes."""
+        if not flip:
+            return [0.0] * len(self.image)
+        return [agreement_lost(*pair) for pair in zip(self.plain[name], self.flipped[name], strict=True)]
+
+    def entropies(self, name: str, flip: bool) -> Tensor:
+        """(B,)"""
+        if (name, flip) not in self._entropies:
+            self._entropies[name, flip] = entropies(self.given(name, flip))
+        return self._entropies[name, flip]
+
+    def own(self, name: str, flip: bool, usual: Usual) -> Table:
+        """The signals `OWN` of an arm, (B, O)."""
+        if (name, flip) not in self._own:
+            given = self.given(name, flip)[:, None]
+            self._own[name, flip] = self.measured(given, np.array(self.changed(name, flip))[:, None], usual)[:, 0]
+        return self._own[name, flip]
+
+    def measured(self, predictions: Tensor, changed: Table, usual: Usual) -> Table:
+        """The signals `OWN` of predictions (B, K, C, *positions) that a flip changes by so much (B, K): (B, K, O)."""
+        batched = predictions.ndim == 3 and len(predictions) >= ENOUGH
+        marginals = predictions.mean(0) if batched else None
+        references = [None] * len(predictions) if self.reference is None else list(self.reference)
+        return np.stack([
+            measure(each, usual, flips.tolist(), marginals, reference)
+            for each, flips, reference in zip(predictions, changed, references, strict=True)
+        ])  # fmt: skip
+
+    def products(self, names: Sequence[str], flip: bool) -> Table:
+        """(B, A, A): sums of products of each two arms."""
+        every = [name for name in self.plain if not flip or name in self.flipped]
+        if flip not in self._products:
+            stacked = torch.stack([self.given(name, flip) for name in every], 1)
+            self._products[flip] = np.stack([products_of(image) for image in stacked])
+        places = [every.index(name) for name in names]
+        return self._products[flip][:, places][:, :, places]
 
 
-def look(arms: Arms, names: Sequence[str], flip: int | None, x: Tensor, yardstick: Yardstick) -> Views:
+def look(
+    arms: Arms,
+    names: Sequence[str],
+    flip: int | None,
+    x: Tensor,
+    yardstick: Yardstick,
+    recollection: Recollection | None = None,
+) -> Views:
     """Run arms on a batch x (B, C, *spatial)."""
     samples = LayerSamples()
     watched = yardstick.calibration is not None and bool(yardstick.calibration.layers)
-    logits = {name: arms.logits(name, x, samples=samples if watched and name == SOURCE else None) for name in names}
-    flipped = {} if flip is None else {name: arms.flipped(name, x, flip) for name in names}
-    plain = {name: probabilities(each) for name, each in logits.items()}
-    return Views(logits, plain, flipped, image_signals(x, samples, yardstick))
+    logits = arms.all_logits(names, x, samples=samples if watched else None)
+    turned = [] if flip is None else [name for name in names if not is_step(name)]
+    flipped = {name: arms.flipped(name, x, flip or 0) for name in turned}
+    reference = None if recollection is None else recollection.recall(logits[SOURCE].cpu())
+    return Views(logits, flipped, image_signals(x, samples, yardstick), reference)
 
 
 def image_signals(x: Tensor, samples: LayerSamples, yardstick: Yardstick) -> Table:
-    """(B, I): OOD scores of the first layer and over all layers, and the distance of the values; 0 where unknown."""
-    table = np.zeros((len(x), len(IMAGE_SIGNALS)))
+    """(B, I): OOD scores of the first layer and over all layers, and the distance of the values; NaN where unknown."""
+    table = np.full((len(x), len(IMAGE_SIGNALS)), np.nan)
     if yardstick.calibration is not None and samples.layers:
         scores = OODScore(yardstick.calibration)(samples.stacked())  # (layers, B)
         table[:, 0] = [log_score(score) for score in scores[0].tolist()]
@@ -167,37 +264,27 @@ class Candidates:
 
 def assemble(plan: Plan, views: Views, usual: Usual | None) -> Candidates:
     """Arms, averaged with their flips if the plan has one, then mixtures of them."""
-    arms = torch.stack([_given(views, name, plan) for name in plan.arms], 1).cpu()  # (B, A, C, *positions)
-    flips = np.array([[_changed(views, name, i, plan) for name in plan.arms] for i in range(len(arms))])  # (B, A)
+    flip = plan.flip is not None
+    arms = torch.stack([views.given(name, flip) for name in plan.arms], 1)  # (B, A, C, *positions)
     kinds = plan.candidates[len(plan.arms) :]
-    predictions, changed = [], []
-    for image, flip in zip(arms, flips, strict=True):
-        entropy = entropies(image)
-        weights = torch.stack([mixture_weights(entropy, kind) for kind in kinds]) if kinds else image.new_zeros(0)
-        mixed = torch.tensordot(weights, image, dims=1) if kinds else image[:0]
-        predictions.append(torch.cat([image, mixed]))
-        changed.append(np.concatenate([flip, weights.double().numpy() @ flip]) if kinds else flip)
-    stacked = torch.stack(predictions)
+    entropy = torch.stack([views.entropies(name, flip) for name in plan.arms], 1)  # (B, A)
+    weights = torch.stack([mixture_weights(entropy, kind) for kind in kinds], 1) if kinds else entropy[:, None][:, :0]
+    mixed = torch.bmm(weights, arms.flatten(2)).reshape(len(arms), len(kinds), *arms.shape[2:])
+    predictions = torch.cat([arms, mixed], 1)
     if usual is None:
-        return Candidates(stacked, np.zeros((*stacked.shape[:2], len(SIGNALS))))
-    dense = stacked.ndim > 3
-    marginals = stacked.mean(0) if not dense and len(stacked) >= ENOUGH else None
+        return Candidates(predictions, np.zeros((*predictions.shape[:2], len(SIGNALS))))
+    whole = np.concatenate([np.broadcast_to(np.eye(len(plan.arms)), (len(arms), *[len(plan.arms)] * 2)), weights], 1)
+    changed = np.stack([views.changed(name, flip) for name in plan.arms], 1)  # (B, A)
+    own = np.stack([views.own(name, flip, usual) for name in plan.arms], 1)
+    if kinds:
+        turned = np.einsum("bma,ba->bm", weights.numpy(), changed)
+        own = np.concatenate([own, views.measured(mixed, turned, usual)], 1)
+    agreed = [agreements(w @ each @ w.T) for w, each in zip(whole, views.products(plan.arms, flip), strict=True)]
     signals = np.stack([
-        candidate_signals(measure(each, usual, flip.tolist(), marginals), agreements(each), len(plan.arms), image)
-        for each, flip, image in zip(stacked, changed, views.image, strict=True)
+        candidate_signals(each, matrix, len(plan.arms), about)
+        for each, matrix, about in zip(own, agreed, views.image, strict=True)
     ])  # fmt: skip
-    return Candidates(stacked, signals)
-
-
-def _given(views: Views, name: str, plan: Plan) -> Tensor:
-    return views.plain[name] if plan.flip is None else (views.plain[name] + views.flipped[name]) / 2
-
-
-def _changed(views: Views, name: str, position: int, plan: Plan) -> float:
-    """How much of a prediction the flip changes."""
-    if plan.flip is None:
-        return 0.0
-    return 1 - agreement(views.plain[name][position].cpu(), views.flipped[name][position].cpu())
+    return Candidates(predictions, signals)
 
 
 class ChoosingAdapter(Adapter):
@@ -221,12 +308,18 @@ class ChoosingAdapter(Adapter):
         self.plan = rehearsed.plan if rehearsed is not None else unrehearsed_plan(model)
         with torch.inference_mode(False):
             self._arms = Arms(
-                self.model, self.plan.arms, calibration=self.yardstick.calibration, values=self.yardstick.values,
+                self.model, self.plan.arms, calibration=self.yardstick.calibration,
                 batch_size=batch_size,
             )  # fmt: skip
             self._buffered = [*self._buffered, *self._arms.buffered()]
             self._source = self._snapshot()
+        self._batch_size = batch_size
+        self._forget()
+
+    def _forget(self) -> None:
+        """What was expected and predicted along the stream."""
         self._stream = StreamMean(len(self.plan.candidates))
+        self._recollection = Recollection(self._batch_size)
 
     def step(self, x: Tensor, *, case: str | None = None) -> GuardedStep:
         """Predict one batch x (B, C, *spatial) by the candidate that is expected to be best for each image."""
@@ -234,14 +327,23 @@ class ChoosingAdapter(Adapter):
         try:
             with self._all_or_nothing(case), torch.inference_mode(False), torch.no_grad():
                 x = self._begin(x)
-                logits, decisions = self._choose(x)
-                if decisions[0].reason != Reason.NON_FINITE:  # statistics that led to no number are not kept
+                logits, decisions, views = self._choose(x)
+                if views is not None:
                     self._arms.commit()
+                    self._recollection.add(views)
                 self.batches_seen += 1
-                return GuardedStep(logits, (), of_batch(decisions))
+                return GuardedStep(logits, self._updates(decisions), of_batch(decisions))
         except BaseException:
             self._stream.load_state_dict(stream)
             raise
+
+    def _updates(self, decisions: Sequence[Decision]) -> tuple[Update, ...]:
+        """The step that was taken, where all images of the batch took the same."""
+        taken = {decision.candidate for decision in decisions}
+        name = taken.pop() if len(taken) == 1 else None
+        if name is None or self._arms.steps is None or not is_step(name):
+            return ()
+        return (Update(self._arms.steps.loss, None, float(name.removeprefix(TENT))),)
 
     def predict(self, x: Tensor) -> Tensor:
         """What `step` would give, learning nothing and changing nothing."""
@@ -252,22 +354,42 @@ class ChoosingAdapter(Adapter):
         finally:
             self._stream.load_state_dict(stream)
 
+    def again(self, x: Tensor, step: Step) -> Tensor:
+        """By the candidate that the latest step gave, and at no more passes than that candidate needs."""
+        decision = decision_of(step)
+        if decision is None or decision.images:
+            raise InputError("other views are predicted for one image at a time; use a batch size of 1")
+        name = decision.candidate or SOURCE
+        with torch.inference_mode(False), torch.no_grad():
+            x = accept(self.model, x)
+            if name in self.plan.arms and self.plan.flip is None:
+                return self._arms.logits(name, x)
+            logits = {arm: self._arms.logits(arm, x) for arm in self.plan.arms}  # steps go where they went
+            flip = self.plan.flip
+            flipped = {} if flip is None else {arm: self._arms.flipped(arm, x, flip) for arm in self.plan.arms}
+            views = Views(logits, flipped, np.zeros((len(x), len(IMAGE_SIGNALS))), None)
+            given = assemble(self.plan, views, None).predictions[0, self.plan.candidates.index(name)]
+            return as_logits(given, views.logits[SOURCE].shape[1]).to(x)[None]
+
     def reset(self) -> None:
         super().reset()
-        self._stream = StreamMean(len(self.plan.candidates))
+        self._forget()
 
     def _begin(self, x: Tensor) -> Tensor:
         if self.mode == "image-specific":
-            self._stream = StreamMean(len(self.plan.candidates))
+            self._forget()
         return super()._begin(x)
 
-    def _choose(self, x: Tensor) -> tuple[Tensor, list[Decision]]:
-        """Logits (B, C, *positions) and a decision for each image."""
+    def _choose(self, x: Tensor) -> tuple[Tensor, list[Decision], Views | None]:
+        """Logits (B, C, *positions), a decision for each image, and what the arms gave.
+
+        Statistics that led to no number are nothing to go on with: None.
+        """
         try:
-            views = look(self._arms, self.plan.arms, self.plan.flip, x, self.yardstick)
+            views = look(self._arms, self.plan.arms, self.plan.flip, x, self.yardstick, self._recollection)
         except NonFiniteError as error:
             logits = self._arms.logits(SOURCE, x)  # raises again if it is the source model's
-            return logits, [Decision(Outcome.SOURCE, Reason.NON_FINITE, str(error))] * len(x)
+            return logits, [Decision(Outcome.SOURCE, Reason.NON_FINITE, str(error))] * len(x), None
         made = assemble(self.plan, views, self.yardstick.usual)
         chosen, expected = self._best(made.signals)
         logits = views.logits[SOURCE].clone()
@@ -281,7 +403,7 @@ class ChoosingAdapter(Adapter):
             given = made.predictions[i, self.plan.candidates.index(name)]
             logits[i] = views.logits[name][i] if plain else as_logits(given, len(logits[i])).to(logits)
             decisions.append(_decision(name, None if expected is None else expected[i]))
-        return logits, decisions
+        return logits, decisions, views
 
     def _best(self, signals: Table) -> tuple[list[str], list[Expected] | None]:
         """The candidate for each image, and what is expected of it."""
@@ -295,13 +417,15 @@ class ChoosingAdapter(Adapter):
         return [names[k] for k in best], [self.rehearsed.expect(score) for score in scores]
 
     def get_extra_state(self) -> dict[str, Any]:
-        return {**super().get_extra_state(), "arms": self._arms.state_dict(), "stream": self._stream.state_dict()}
+        own = {"arms": self._arms.state_dict(), "stream": self._stream.state_dict()}
+        return {**super().get_extra_state(), **own, "recollection": self._recollection.bank.state_dict()}
 
     def _load_extra_state(self, state: dict[str, Any]) -> None:
         super()._load_extra_state(state)
         if "arms" in state:
             self._arms.load_state_dict(state["arms"])
             self._stream.load_state_dict(state["stream"])
+            self._recollection.bank.load_state_dict(state["recollection"])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ChoosingAdapter":
         super()._apply(fn, recurse)
@@ -311,7 +435,7 @@ class ChoosingAdapter(Adapter):
 
 def unrehearsed_plan(model: nn.Module) -> Plan:
     """What InTEnt mixes, for a network that was not rehearsed with."""
-    return Plan(tuple(arm for arm in possible_arms(model, None, None) if arm in (SOURCE, BLENDED, BATCH)))
+    return Plan(tuple(arm for arm in possible_arms(model, None) if arm in (SOURCE, BLENDED, BATCH)))
 
 
 def as_logits(prediction: Tensor, channels: int) -> Tensor:

@@ -6,8 +6,7 @@ candidate has an intercept, and slopes of its own for what is the same for all c
 clipped to the range that was rehearsed, so nothing is extrapolated.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +47,9 @@ class QualityModel:
         return found
 
     def standardized(self, signals: Table) -> Table:
+        """In standard deviations of what was rehearsed; a signal that is missing (NaN) counts as the usual one."""
         kept: Table = np.clip(signals, self.low, self.high)
-        return (kept - self.center) / self.scale
+        return np.nan_to_num((kept - self.center) / self.scale, nan=0.0)
 
     def as_json(self) -> dict[str, Any]:
         arrays = {name: getattr(self, name).tolist() for name in ("center", "scale", "low", "high", "weights")}
@@ -82,9 +82,6 @@ class _Sums:
     def __add__(self, other: "_Sums") -> "_Sums":
         return _Sums(self.products + other.products, self.scores + other.scores)
 
-    def __sub__(self, other: "_Sums") -> "_Sums":
-        return _Sums(self.products - other.products, self.scores - other.scores)
-
     def solved(self, penalty: float) -> Table:
         """The intercept is not penalized."""
         ridge = np.full(len(self.scores), penalty)
@@ -101,26 +98,32 @@ class Fitted:
 
 
 def fit(
-    signals: Mapping[str, Table], scores: Mapping[str, Table], weights: Mapping[str, Table] | None = None
+    signals: Mapping[str, Table],
+    scores: Mapping[str, Table],
+    weights: Mapping[str, Table] | None = None,
+    related: Mapping[str, Collection[str]] | None = None,
 ) -> Fitted:
     """From signals (N, K, S) and scores (N, K) by site; the penalty is the one that predicts left-out sites best.
 
-    `weights` (N,) say how much each image counts; all alike unless given.
+    `weights` (N,) say how much each image counts; all alike unless given. `related` names for each site those that are
+    left out with it.
     """
+    related = related or {}
     weights = weights or {site: np.ones(len(table)) for site, table in scores.items()}
     pooled = np.concatenate([table.reshape(-1, table.shape[-1]) for table in signals.values()])
-    low, high = np.quantile(pooled, KEPT, axis=0)
+    pooled[:, np.isnan(pooled).all(0)] = 0.0  # never known
+    low, high = np.nanquantile(pooled, KEPT, axis=0)
     kept = np.clip(pooled, low, high)
-    spread = kept.std(0)
+    spread = np.nanstd(kept, axis=0)
     scale = np.where(spread > 1e-9, spread, 1.0)
-    blank = QualityModel(kept.mean(0), scale, low, high, np.zeros(0), 0.0)
+    blank = QualityModel(np.nanmean(kept, axis=0), scale, low, high, np.zeros(0), 0.0)
     rows = {site: design(blank.standardized(table)) for site, table in signals.items()}
     sums = {site: _sums(rows[site], scores[site], weights[site]) for site in rows}
     total = _total(list(sums.values()))
     best: tuple[float, float, dict[str, Table]] | None = None
     for penalty in PENALTIES:
         left_out = {
-            site: np.clip(rows[site] @ (total - sums[site] if len(rows) > 1 else total).solved(penalty), 0, 1)
+            site: np.clip(rows[site] @ _without(total, sums, {site, *related.get(site, ())}).solved(penalty), 0, 1)
             for site in rows
         }
         squares = {site: np.square(left_out[site] - scores[site]).mean(1) for site in rows}
@@ -139,6 +142,13 @@ def _sums(rows: Table, scores: Table, weights: Table) -> _Sums:
     return _Sums(weighted.T @ flat, weighted.T @ wanted)
 
 
+def _without(total: _Sums, sums: Mapping[str, _Sums], sites: Collection[str]) -> _Sums:
+    """Of all other sites; where these are all, of all."""
+    if not set(sums) - set(sites):
+        return total
+    return _total([part for site, part in sums.items() if site not in sites])
+
+
 def _total(parts: Sequence[_Sums]) -> _Sums:
     total = parts[0]
     for part in parts[1:]:
@@ -146,8 +156,15 @@ def _total(parts: Sequence[_Sums]) -> _Sums:
     return total
 
 
-def conformal_radius(residuals: Sequence[float], coverage: float = COVERAGE) -> float:
-    """Half the width of the interval: the ⌈(n + 1) · coverage⌉-th smallest of n absolute residuals, at most 1."""
-    ordered = sorted(abs(residual) for residual in residuals)
-    rank = math.ceil((len(ordered) + 1) * coverage)
-    return ordered[rank - 1] if rank <= len(ordered) else 1.0
+def conformal_radius(residuals: Sequence[Table], coverage: float = COVERAGE) -> float:
+    """Half the width of an interval that holds this share of the scores of a new site, at most 1.
+
+    `residuals` has those of each rehearsed site. A new site is one more of them, of which nothing is known: of G + 1
+    equal shares its own counts as beyond every bound (conformal prediction for groups, Lee, Barber and Willett 2023).
+    """
+    sizes = np.concatenate([np.abs(site) for site in residuals]) if residuals else np.zeros(0)
+    shares = [np.full(len(site), 1 / (len(site) * (len(residuals) + 1))) for site in residuals]
+    order = np.argsort(sizes)
+    held = np.cumsum(np.concatenate(shares)[order]) if residuals else np.zeros(0)
+    enough = np.flatnonzero(held >= coverage - 1e-9)
+    return min(float(sizes[order][enough[0]]), 1.0) if len(enough) else 1.0

@@ -12,15 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dltta.core.discrepancy import symmetric_kl
+from dltta.core.memory import average_pool
 from dltta.models.predictions import most_likely
 
 # of a candidate
-OWN = ("entropy", "foreground_entropy", "share_excess", "share_deviation", "roughness", "flip")
+OWN = ("entropy", "foreground_entropy", "share_excess", "share_deviation", "roughness", "flip", "discrepancy")
 AGREEMENTS = ("agreement", "agreement_with_source")
 CANDIDATE_SIGNALS = (*OWN, *AGREEMENTS)
 # of an image, the same for all candidates
 IMAGE_SIGNALS = ("ood_first", "ood", "values")
 SIGNALS = (*CANDIDATE_SIGNALS, *IMAGE_SIGNALS)
+COARSE = 16  # positions along each axis of predictions that are kept to compare with
 Table = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -62,17 +65,25 @@ def entropies(predictions: Tensor) -> Tensor:
     return _entropy(predictions).reshape(len(predictions), -1).mean(1)
 
 
-def measure(predictions: Tensor, usual: Usual, flips: Sequence[float], marginals: Tensor | None = None) -> Table:
-    """The signals `OWN` of each candidate, (N, 6).
+def measure(
+    predictions: Tensor,
+    usual: Usual,
+    flips: Sequence[float],
+    marginals: Tensor | None = None,
+    reference: Tensor | None = None,
+) -> Table:
+    """The signals `OWN` of each candidate, (N, 7).
 
     `flips` says how much of each prediction a flip of the image changes; `marginals` (N, C) the mean predictions of the
-    batch where a single image has no shares (classification).
+    batch where a single image has no shares (classification). `reference` (C, *coarse) is what similar images before
+    were predicted as, without which the discrepancy is not a number.
     """
     dense = predictions.ndim > 2
     entropy = _entropy(predictions).reshape(len(predictions), -1)  # (N, positions)
     table = np.zeros((len(predictions), len(OWN)))
     table[:, 0] = np.log(entropy.mean(1).double().numpy() + 1e-4)
     table[:, 5] = flips
+    table[:, 6] = np.nan if reference is None else discrepancies(predictions, reference)
     shares = predictions if dense else marginals
     if shares is not None:
         odds = log_odds(shares)
@@ -88,21 +99,38 @@ def measure(predictions: Tensor, usual: Usual, flips: Sequence[float], marginals
     return table
 
 
-def agreements(predictions: Tensor) -> Table:
-    """How much each two candidates agree, (N, N) from 0 to 1: 2 Σ p·q / (Σ p² + Σ q²), over foreground if dense."""
+def discrepancies(predictions: Tensor, reference: Tensor) -> Table:
+    """How far predictions are from what similar images before were predicted as, (N,): logarithms."""
+    found: Table = symmetric_kl(coarse(predictions), reference[None].expand(len(predictions), *reference.shape)).numpy()
+    return np.log(found.astype(np.float64) + 1e-4)
+
+
+def coarse(predictions: Tensor) -> Tensor:
+    """Predictions (N, C, *positions) averaged to a few positions, so that any two images can be compared."""
+    return predictions if predictions.ndim == 2 else average_pool(predictions, COARSE)
+
+
+def products_of(predictions: Tensor) -> Table:
+    """(N, N): Σ p·q of each two candidates, over foreground if dense."""
     parts = (predictions[:, 1:] if predictions.ndim > 2 else predictions).flatten(1).double()
-    products = parts @ parts.T
+    found: Table = (parts @ parts.T).numpy()
+    return found
+
+
+def agreements(products: Table) -> Table:
+    """How much each two candidates agree, (N, N) from 0 to 1: 2 Σ p·q / (Σ p² + Σ q²), from these sums."""
     squares = products.diagonal()
-    return ((2 * products + 1e-6) / (squares[:, None] + squares[None] + 1e-6)).numpy()
+    found: Table = (2 * products + 1e-6) / (squares[:, None] + squares[None] + 1e-6)
+    return found
 
 
-def agreement(first: Tensor, second: Tensor) -> float:
-    """The same of two predictions (C, *positions)."""
-    return float(agreements(torch.stack([first, second]))[0, 1])
+def agreement_lost(first: Tensor, second: Tensor) -> float:
+    """What two predictions (C, *positions) lack to full agreement."""
+    return 1 - float(agreements(products_of(torch.stack([first, second])))[0, 1])
 
 
 def candidate_signals(own: Table, agreed: Table, arms: int, image: Sequence[float]) -> Table:
-    """All `SIGNALS` of each candidate, (N, 11): the first `arms` of them are arms, the first the source model.
+    """All `SIGNALS` of each candidate, (N, 12): the first `arms` of them are arms, the first the source model.
 
     A candidate's agreement is that with the arms other than itself.
     """

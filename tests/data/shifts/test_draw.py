@@ -6,6 +6,11 @@ import pytest
 import torch
 
 from dltta.data.shifts import HARMFUL, SOURCE_SITE, draw_sites
+from dltta.data.shifts.blur import Blur
+from dltta.data.shifts.contrast import Contrast
+from dltta.data.shifts.draw import related_sites
+from dltta.data.shifts.gamma import Gamma
+from dltta.data.shifts.site import SimulatedSite
 from dltta.errors import SettingError
 
 
@@ -83,3 +88,12 @@ def test_harmful_sites_are_named_and_worse_than_any_drawn():
 def test_impossible_draws_are_refused(wrong):
     with pytest.raises(SettingError, match="choose"):
         draw_sites(**{"count": 1, **wrong})
+
+
+def test_sites_are_related_that_change_tones_alike():
+    gamma, contrast, both = (
+        SimulatedSite("x", changes)
+        for changes in ((Gamma(2.0), Blur(1.0)), (Contrast(2.0),), (Gamma(1.5), Contrast(1.2)))
+    )
+    found = related_sites({"a": [gamma], "b": [contrast], "c": [both], "d": [SimulatedSite("x", (Blur(1.0),))]})
+    assert found == {"a": {"a", "c"}, "b": {"b", "c"}, "c": {"a", "b", "c"}, "d": {"d"}}  # blur is no tone

@@ -1,12 +1,14 @@
 import pytest
 import torch
 from monai.networks.nets import DenseNet121
+from torch import nn
 
 from dltta import Adapter, Fixed
 from dltta.errors import SettingError, StateError
 from dltta.models.encoder import encode
 from dltta.models.nets.architecture import Architecture
 from dltta.models.nets.densenet import load_torchvision_weights
+from dltta.models.normalization import normalization_layers
 from dltta.models.parts.autoencoders import DENSENET_LEVELS, UNET_LEVELS
 from dltta.objectives import PTBN, Tent
 
@@ -62,6 +64,15 @@ def test_misspelled_names_and_options_are_refused_with_the_right_spelling():
         Architecture("u-net", 2, 1, 2).build()
     with pytest.raises(SettingError, match="widht"):
         Architecture("unet", 2, 1, 2, {"widht": 4}).build()
+
+
+def test_a_unet_may_have_instance_normalization_with_scale_and_shift():
+    model = Architecture("unet", 2, 1, 2, {"width": 4, "norm": "instance"}).build()
+    kinds = {type(layer) for _, layer in normalization_layers(model)}
+    assert kinds == {nn.InstanceNorm2d}
+    assert all(layer.affine for _, layer in normalization_layers(model))
+    with pytest.raises(SettingError, match="there is no norm 'instanze'; did you mean 'instance'"):
+        Architecture("unet", 2, 1, 2, {"norm": "instanze"}).build()
 
 
 def torchvision_names(state, style):

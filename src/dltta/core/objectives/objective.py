@@ -17,6 +17,7 @@ A method is a `Preparation` or an `Objective`. It may have more, and the adapter
 - `state_dict()` and `load_state_dict(state)`: everything that it remembers from batch to batch, in tensors, numbers,
   text, lists and dictionaries; saved, restored and rolled back with the network. Networks and other tensors that change
   belong there; those that never change do not
+- `teacher`: the network that predicts, where that is not the one that moves; what an export writes
 - `notice`: one sentence that a user must read before the first image, or None
 """
 

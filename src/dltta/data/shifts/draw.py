@@ -1,5 +1,7 @@
 """1 images. Which sites are rehearsed: seeded draws from mild to strong, and the sites that must be refused."""
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
 from dltta.data.shifts.bias import BiasField
@@ -31,6 +33,7 @@ MAGNIFICATION: Family = (Magnification,)
 SHADING: Family = (BiasField,)
 FREQUENCY: Family = (Ghosting, Spikes)
 COMPRESSION: Family = (Jpeg,)
+TONES: Family = COLORS + CURVES + WINDOWS
 
 GOLDEN = (5**0.5 - 1) / 2
 MILDEST = 0.15  # severity of the mildest site; the strongest has 1
@@ -53,6 +56,18 @@ def draw_sites(count: int, *, seed: int = 0, spatial_dims: int = 2, channels: in
     if spatial_dims not in (2, 3) or channels < 1:
         raise SettingError(f"{spatial_dims} axes and {channels} channel(s); choose 2 or 3 axes and 1 channel or more")
     return tuple(_draw(index, seed, spatial_dims, channels) for index in range(count))
+
+
+def related_sites(sites: Mapping[str, Sequence[SimulatedSite]]) -> dict[str, frozenset[str]]:
+    """For each name the names that share a kind of tone change with it, itself included.
+
+    What a real site does to tones is none of the kinds that are simulated, so what is learned from some of them must
+    hold for another.
+    """
+    kinds = {
+        name: {type(change) for site in each for change in site.changes} & set(TONES) for name, each in sites.items()
+    }
+    return {name: frozenset({name, *(other for other in kinds if kinds[name] & kinds[other])}) for name in kinds}
 
 
 def _draw(index: int, seed: int, spatial_dims: int, channels: int) -> SimulatedSite:
