@@ -4,7 +4,7 @@
 
     client = Client("http://127.0.0.1:8000", token=TOKEN)
     answer = client.predict("scan.nii.gz", site="st-mary/scanner-3", request="20261117-0001")
-    client.save_mask(answer, "masks", site="st-mary/scanner-3")
+    client.save_mask(answer, "masks")
 
 Only the standard library is needed.
 """
@@ -38,14 +38,16 @@ class Client:
     def __init__(self, address: str, token: str | None = None, *, patience: float = 120.0) -> None:
         self.address, self._token, self.patience = address.rstrip("/"), token, patience
 
-    def predict(self, image: Path | str | bytes, *, site: str, request: str | None = None, model: str | None = None,
-                filename: str | None = None) -> Answer:  # fmt: skip
-        """The answer to an image, given as a file or as bytes; without a `request` id it gets a new one."""
+    def predict(self, image: Path | str | bytes, *, site: str | None = None, request: str | None = None,
+                model: str | None = None, filename: str | None = None) -> Answer:  # fmt: skip
+        """The answer to an image, given as a file or as bytes; without a `request` id it gets a new one.
+
+        Without a `site`, the service takes that of a DICOM image from its header; the answer names it.
+        """
         content = image if isinstance(image, bytes) else Path(image).read_bytes()
         name = filename or ("image" if isinstance(image, bytes) else Path(image).name)
-        fields = {"site": site, "request": request or uuid.uuid4().hex}
-        if model is not None:
-            fields["model"] = model
+        given = {"site": site, "request": request or uuid.uuid4().hex, "model": model}
+        fields = {key: value for key, value in given.items() if value is not None}
         body, kind = _multipart(fields, name, content)
         return self._json("POST", "/v1/images", body, kind)
 
@@ -57,11 +59,11 @@ class Client:
         """The bytes of the mask of an earlier request."""
         return self._send("GET", f"/v1/masks?{_query(site=site, request=request, model=model)}")
 
-    def save_mask(self, answer: Mapping[str, Any], folder: Path | str, *, site: str, model: str | None = None) -> Path:
+    def save_mask(self, answer: Mapping[str, Any], folder: Path | str, *, model: str | None = None) -> Path:
         """Write the mask of an answer into a folder, under the name that the service gave it."""
         target = Path(folder) / Path(str(answer["prediction"])).name
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(self.mask(str(answer["request"]), site=site, model=model))
+        target.write_bytes(self.mask(str(answer["request"]), site=str(answer["site"]), model=model))
         return target
 
     def sites(self) -> list[Answer]:

@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("ray", reason="the service is not installed: pip install 'dltta[serve]'")
 
+from ray.cluster_utils import Cluster as RayCluster
+
 import streams
 from dltta.data.inbox import find_incoming
 from dltta.models.io.opening import ModelSource
@@ -21,61 +23,88 @@ from dltta.serving.verification import verify
 from streams import lines, write_images
 
 pytestmark = pytest.mark.long
-KEYS, REQUESTS, KILLS = 6, 4, 5
+KEYS, REQUESTS, KILLS = 5, 4, 3
 
 
 def states(folder):
-    return [line["state_sha256"] for line in lines(folder) if "state_sha256" in line]
+    return [(line["state_sha256"], line["sha256"]) for line in lines(folder) if "prediction" in line]
+
+
+def kill_one(processes, rng):
+    """Kills one of them; those of the lost machine may just have ended by themselves."""
+    for pid in rng.sample(processes, len(processes)):
+        try:
+            return os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
 
 
 @pytest.fixture
-def cluster(tmp_path):
-    model = streams.save_model(tmp_path / "model")
-    settings = ShardSettings(tmp_path / "state", {"a": ModelSource(str(model))}, streams.settings(guard=False), live=2)
-    cluster = Cluster(settings, shards=2, waiting=50)
-    cluster.start()
+def machines(monkeypatch):
+    """Two nodes of a Ray cluster on this machine, which notices soon that one is gone."""
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # as the service starts Ray
+    soon = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, "health_check_failure_threshold": 3}
+    usual = {"num_cpus": 2, "include_dashboard": False, "_system_config": soon}
+    cluster = RayCluster(initialize_head=True, head_node_args=usual)
+    cluster.add_node(num_cpus=2)
     yield cluster
-    cluster.stop()
+    cluster.shutdown()
 
 
-def test_killed_shards_duplicates_and_disorder_change_nothing(cluster, tmp_path):
+def test_killed_shards_a_lost_machine_duplicates_and_disorder_change_nothing(machines, tmp_path):
+    """Requests come out of order and several times; every line is written once, as a serial stream would."""
     rng = random.Random(0)
+    model = ModelSource(str(streams.save_model(tmp_path / "model")))
+    settings = ShardSettings(tmp_path / "state", {"a": model}, streams.settings(guard=False), live=2)
+    cluster = Cluster(settings, shards=2, waiting=50, address=machines.address)
+    cluster.start()
     keys = [Key("a", f"site {number}") for number in range(KEYS)]
     images = {key: write_images(tmp_path / key.name, REQUESTS, size=(32, 32), seed=i) for i, key in enumerate(keys)}
+    answered = 0
 
-    def request(key, number):
-        return Request(f"case_{number}", "x.png", (images[key] / f"case_{number}.png").read_bytes())
+    async def send(key, number):
+        """As a client does: again, while the service says that it cannot now."""
+        content = (images[key] / f"case_{number}.png").read_bytes()
+        while (reply := await cluster.answer(key, Request(f"case_{number}", "x.png", content))).status == "unavailable":
+            await asyncio.sleep(0.2)
+        return number, reply
 
     async def one_site(key):
-        """In order, with repetitions of earlier requests between them."""
+        nonlocal answered
+        order = rng.sample(range(REQUESTS), REQUESTS)
         replies = []
-        for number in range(REQUESTS):
-            again = [rng.randrange(number + 1)] if rng.random() < 0.5 else []
-            found = await asyncio.gather(*(cluster.answer(key, request(key, n)) for n in [number, *again]))
-            replies += zip([number, *again], found, strict=True)
-        return replies
+        for number in order:
+            again = [rng.choice(order[: order.index(number) + 1]) for _ in range(2) if rng.random() < 0.5]
+            replies += await asyncio.gather(*(send(key, each) for each in [number, *again]))
+            answered += 1
+        return order, replies
 
-    async def kill():
-        for _ in range(KILLS):
-            await asyncio.sleep(rng.uniform(0.05, 0.6))
-            alive = await cluster.memory()
-            if alive:
-                os.kill(int(rng.choice(alive)["pid"]), signal.SIGKILL)
+    async def die():
+        for number in range(KILLS + 1):
+            while answered < (number + 1) * KEYS * REQUESTS // (KILLS + 3):
+                await asyncio.sleep(0.02)
+            if number == 1:
+                (worker,) = machines.worker_nodes
+                await asyncio.to_thread(machines.remove_node, worker, allow_graceful=False)
+            else:
+                kill_one([int(shard["pid"]) for shard in await cluster.memory()], rng)
 
     async def all_of_it():
-        *answers, _ = await asyncio.gather(*map(one_site, keys), kill())
-        return answers
+        *found, _ = await asyncio.gather(*map(one_site, keys), die())
+        return found
 
-    answers = asyncio.run(all_of_it())
-    folders = KeyFolders(tmp_path / "state")
-    for key, replies in zip(keys, answers, strict=True):
-        assert [reply.status for _, reply in replies] == ["answered"] * len(replies)
-        for number, reply in replies:
-            assert (reply.line["request"], reply.line["sequence"]) == (f"case_{number}", number + 1)
-        serial = tmp_path / f"serial {key.name}"
-        with Stream(ModelSource(str(tmp_path / "model")).open(), serial, streams.settings(guard=False)) as stream:
-            stream.run(find_incoming(images[key]))
-        assert states(folders.stream(key)) == states(serial)
+    found = asyncio.run(all_of_it())
+    cluster.stop()
+    for key, (order, replies) in zip(keys, found, strict=True):
+        stream = KeyFolders(tmp_path / "state").stream(key)
+        logged = [line for line in lines(stream) if "prediction" in line]
+        assert [line["request"] for line in logged] == [f"case_{number}" for number in order]
+        assert all((reply.status, reply.line) == ("answered", logged[order.index(n)]) for n, reply in replies)
+        cases = {case.name: case for case in find_incoming(images[key])}
+        with Stream(model.open(), tmp_path / f"serial {key.name}", streams.settings(guard=False)) as serial:
+            serial.run([cases[f"case_{number}"] for number in order])
+        assert states(stream) == states(tmp_path / f"serial {key.name}")
+        assert verify(stream) == []
     assert cluster.restarts > 0  # some calls found their shard dead
 
 

@@ -12,11 +12,12 @@ from dltta.models.io.checkpoint import Checkpoint, Rotation, load_checkpoint, sa
 from dltta.models.io.opening import open_model
 from dltta.models.nets.architecture import Architecture
 from dltta.models.parts.rotation import RotationHead
-from dltta.serving.maintenance import export
+from dltta.serving.maintenance import difference, export, live_adapter
 from networks import trained
 from streams import SEGMENTS, run, write_images
 
 pytestmark = pytest.mark.usefixtures("no_power_cut")
+PLAIN = {"alpha": 0.05, "guard": False, "optimizer": "sgd"}
 
 
 @pytest.fixture
@@ -50,6 +51,29 @@ def test_the_exported_network_is_that_of_ttt_with_what_moved(tmp_path, model, bu
     moved = {name for name, tensor in before.model.state_dict().items() if not torch.equal(tensor, found[name])}
     assert len(moved) > 0
     assert moved <= set(before.rotation.shared)
+
+
+def test_the_exported_network_of_rotta_is_the_teacher_with_the_statistics_of_the_stream(tmp_path, model):
+    opened, out = open_model(str(model)), tmp_path / "out"
+    settings = {"every": 1, "momentum": 0.5, "follow": 0.5}
+    run(opened, write_images(tmp_path / "in", 3), out, method="rotta", rate="fixed", settings=settings, **PLAIN)
+    adapted = export(out, opened, tmp_path / "new")
+    live, found = live_adapter(out, opened), open_model(str(tmp_path / "new")).model
+    x = torch.rand(1, 1, 32, 32)
+    assert torch.allclose(live.predict(x), found(x), atol=1e-5)
+    assert not torch.allclose(opened.model(x), found(x), atol=1e-2)
+    assert difference(live, adapted) == 0
+
+
+def test_the_exported_network_of_cotta_is_its_teacher(tmp_path, model):
+    opened, out = open_model(str(model)), tmp_path / "out"
+    settings = {"momentum": 0.9, "scales": [1.0]}
+    run(opened, write_images(tmp_path / "in", 3), out, method="cotta", rate="fixed", settings=settings, **PLAIN)
+    export(out, opened, tmp_path / "new")
+    live, found = live_adapter(out, opened), open_model(str(tmp_path / "new")).model.state_dict()
+    teacher, student = (dict(network.named_parameters()) for network in (live.objective.teacher, live.model))
+    assert all(torch.equal(found[name], parameter) for name, parameter in teacher.items())
+    assert any(not torch.equal(found[name], parameter) for name, parameter in student.items())
 
 
 def test_settings_without_a_method_are_said_to_be_altered(tmp_path, model):

@@ -1,11 +1,15 @@
 """The service over HTTP, with one shard in this process: who may do what, what is refused, what is shown."""
 
 import asyncio
+import errno
+import gzip
 import hashlib
 import io
 import json
 import re
 import time
+import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,15 +19,25 @@ pytest.importorskip("fastapi", reason="the service is not installed: pip install
 pytest.importorskip("prometheus_client", reason="the service is not installed: pip install 'dltta[serve]'")
 pytest.importorskip("httpx", reason="httpx drives the service in tests")
 
+from fastapi import HTTPException
 from starlette.testclient import TestClient
 
 import streams
+from dicoms import write_series
+from dltta.data.preprocessing import Preprocessing
+from dltta.models.io.checkpoint import Checkpoint, save_checkpoint
 from dltta.models.io.opening import ModelSource
+from dltta.models.nets.architecture import Architecture
 from dltta.serving.access import Access, Grant, Role, new_token
-from dltta.serving.cluster import Cluster
+from dltta.serving.cluster import BusyError, Cluster
 from dltta.serving.http import make_app
+from dltta.serving.journal import on_disk
+from dltta.serving.keys import Key
 from dltta.serving.service import Limits
+from dltta.serving.session import Request as ImageRequest
 from dltta.serving.shard import Shard, ShardSettings
+from dltta.serving.site_rule import SiteRule
+from dltta.serving.verification import verify
 
 ADMIN, SUBMIT, READ, OTHER = "admin-token", "submit-token", "read-token", "other-token"
 
@@ -71,9 +85,7 @@ def root(tmp_path):
 
 @pytest.fixture
 def client(model, root):
-    settings = ShardSettings(root, {"a": ModelSource(str(model))}, streams.settings(guard=False), previews=3)
-    cluster = InProcess(settings, shards=1, waiting=2)
-    with TestClient(make_app(cluster, ACCESS, limits=Limits(bytes=20_000, keys=3))) as client:
+    with TestClient(made(model, root)) as client:
         yield client
 
 
@@ -82,6 +94,21 @@ def png(seed=0, size=(32, 32)):
     buffer = io.BytesIO()
     Pillow.fromarray(values.astype(np.uint8)).save(buffer, "PNG")
     return buffer.getvalue()
+
+
+def zipped(*members):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for number, content in enumerate(members):
+            archive.writestr(f"{number}.dcm", content)
+    return buffer.getvalue()
+
+
+def made(model, root, **changes):
+    """The application on this state folder."""
+    settings = ShardSettings(root, {"a": ModelSource(str(model))}, streams.settings(guard=False), previews=3)
+    given = {"access": ACCESS, "limits": Limits(bytes=20_000, keys=3), **changes}
+    return make_app(InProcess(settings, shards=1, waiting=2), given.pop("access"), **given)
 
 
 def post(client, request="r1", site="h/1", content=None, token=SUBMIT, **fields):
@@ -138,6 +165,12 @@ def test_without_a_header_nothing_is_served(client):
         ({"request": ""}, 422),
         ({"site": "h/\n"}, 422),
         ({"model": "unknown"}, 404),
+        ({"content": png(size=(4, 4, 3))}, 422),
+        ({"content": zipped(png())}, 422),
+        ({"content": zipped(b"x")[:-30]}, 422),
+        ({"content": gzip.compress(b"not an image" * 40)}, 422),
+        ({"site": ""}, 422),
+        ({"site": "h/" + "x" * 300}, 422),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line_and_nothing_is_written(client, root, change, status):
@@ -156,6 +189,194 @@ def test_an_image_of_the_wrong_kind_is_refused(client, root):
     assert reply.status_code == 422
     assert "channel" in reply.json()["detail"]
     assert not (root / "keys").exists()
+
+
+def test_an_image_that_only_the_network_refuses_leaves_no_site_behind(tmp_path, root):
+    """A U-Net halves 16 pixels down to one, which has no statistics: nobody knows before it is tried."""
+    architecture = Architecture("unet", 2, 1, 3, {"width": 4})
+    network, values = architecture.build(seed=0), Preprocessing("scale", 255.0, None)
+    checkpoint = Checkpoint(network, architecture, "segmentation", streams.SEGMENTS, values, {"epoch": 1})
+    save_checkpoint(tmp_path / "model", checkpoint)
+    with TestClient(made(tmp_path / "model", root)) as client:
+        reply = post(client, content=png(size=(16, 16)))
+        assert (reply.status_code, "single value per channel" in reply.json()["detail"]) == (422, True)
+        assert not list(root.glob("keys/*"))
+        assert post(client).json()["sequence"] == 1
+
+
+def test_a_body_that_does_not_say_its_size_is_cut_off_at_the_limit(client, root):
+    sent = []
+
+    def pieces():
+        for _ in range(100):
+            sent.append(None)
+            yield b"x" * 10_000
+
+    headers = {"Authorization": f"Bearer {SUBMIT}", "Content-Type": "multipart/form-data; boundary=b"}
+    assert client.post("/v1/images", content=pieces(), headers=headers).status_code == 413
+    assert not (root / "keys").exists()
+
+
+def test_a_client_that_sends_too_slowly_is_let_go(model, root):
+    """The first bytes come, the others never do."""
+    replies = []
+
+    async def talk(app):
+        parts = [{"type": "http.request", "body": b"--b\r\n", "more_body": True}]
+
+        async def receive():
+            if parts:
+                return parts.pop()
+            await asyncio.sleep(3600)
+
+        async def send(message):
+            replies.append(message)
+
+        headers = [
+            (b"authorization", f"Bearer {SUBMIT}".encode()),
+            (b"content-type", b"multipart/form-data; boundary=b"),
+        ]
+        scope = {"type": "http", "method": "POST", "path": "/v1/images", "raw_path": b"/v1/images", "query_string": b""}
+        scope |= {"headers": headers, "http_version": "1.1", "scheme": "http", "server": ("h", 80), "root_path": ""}
+        await app(scope, receive, send)
+
+    app = made(model, root, limits=Limits(seconds=0.1))
+    asyncio.run(talk(app))
+    assert replies[0]["status"] == 408
+    assert b"longer than" in replies[1]["body"]
+    assert not (root / "keys").exists()
+
+
+@pytest.mark.parametrize("site", ["../../outside", "/etc/passwd", "h/..", "..\\..", "a/../../b", "~root"])
+def test_a_path_as_the_name_of_a_site_is_only_a_name(client, root, tmp_path, site):
+    answer = post(client, site=site, token=ADMIN)
+    assert (answer.status_code, answer.json()["site"]) == (200, site)
+    (folder,) = (root / "keys").iterdir()
+    assert re.fullmatch("[0-9a-f]{32}", folder.name)
+    assert list(tmp_path.iterdir()) == [root]
+    assert sorted(path.name for path in root.iterdir()) == ["keys", "spool"]
+
+
+@pytest.mark.long
+def test_ten_thousand_unknown_sites_leave_nothing_behind(client, root):
+    """Asked for, sent nonsense from, and sent images from when there are as many sites as there may be."""
+    service = client.app.state.service
+    for number in range(4000):
+        assert get(client, "/v1/answers", site=f"unknown {number}", request="r1").status_code == 404
+    for number in range(3000):
+        assert post(client, site=f"h/unknown {number}", content=b"nonsense").status_code == 422
+    assert not (root / "keys").exists()
+    for number in range(3):
+        post(client, site=f"h/{number}")
+    for number in range(3000):
+        assert post(client, site=f"h/more {number}").status_code == 429
+    assert len(list((root / "keys").iterdir())) == 3
+    assert not list(root.glob("spool/*"))
+    assert (service.cluster.waiting, len(service.later), len(service.beginning)) == (0, 0, 0)
+    assert not service.cluster._locks
+    assert post(client, site="h/0", request="r2", content=png(2)).status_code == 200
+
+
+def test_sites_that_are_being_begun_count_too(client, monkeypatch):
+    """Three may be begun: of five that come at once, two are refused."""
+    service = client.app.state.service
+
+    async def five():
+        async def forever(key, request):
+            await asyncio.sleep(3600)
+
+        monkeypatch.setattr(service.cluster, "answer", forever)
+        tasks, statuses = [], []
+        for number in range(5):
+            key = service.key(f"h/{number}", None)
+            try:
+                service.require_place(key)
+                tasks.append(asyncio.create_task(service.answer(key, ImageRequest("r", "x.png", png()))))
+                statuses.append(200)
+            except HTTPException as error:
+                statuses.append(error.status_code)
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return statuses
+
+    assert asyncio.run(five()) == [200, 200, 200, 429, 429]
+    assert not service.beginning
+
+
+@pytest.mark.parametrize("place", ["dltta.serving.upload._write", "dltta.serving.record.Record.put"])
+def test_a_full_disk_is_said_and_the_next_request_is_answered(client, root, monkeypatch, place):
+    post(client)
+
+    def full(*given):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place, full if "upload" in place else _in_one_sentence(full))
+        reply = post(client, request="r2", content=png(2))
+    assert (reply.status_code, "No space left" in reply.json()["detail"]) == (503, True)
+    assert "Retry-After" in reply.headers
+    assert not list(root.glob("spool/*"))
+    assert post(client, request="r2", content=png(2)).json()["sequence"] == 2
+
+
+def _in_one_sentence(write):
+    def wrapped(*given):
+        with on_disk(Path("state")):
+            write()
+
+    return wrapped
+
+
+def test_an_answer_stands_also_where_its_picture_finds_no_room(client, monkeypatch):
+    def full(*given, **named):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("dltta.serving.previews.write_atomically", full)
+    assert post(client).status_code == 200
+
+
+def test_reading_opens_no_site_and_writes_nothing(client, root):
+    """Five sites' answers are read while four may be in memory: the one in use stays there."""
+    shard = client.app.state.service.cluster.shard
+    post(client)
+    key = next(iter(shard._sessions))
+    shard._evict(key)
+    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    assert get(client, "/v1/answers", site="h/1", request="R1").json()["sequence"] == 1
+    assert get(client, "/v1/masks", site="h/1", request="r1").content.startswith(b"\x89PNG")
+    assert get(client, "/v1/answers", site="h/1", request="r2").status_code == 404
+    assert not shard._sessions
+    assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
+
+
+# the site of a DICOM image
+
+
+def series(tmp_path, **header):
+    slices = np.random.default_rng(0).integers(0, 200, (2, 32, 32)).astype(np.uint16)
+    files = write_series(tmp_path / "series", slices, Manufacturer="Acme", StationName="CT1", **header)
+    return zipped(*(file.read_bytes() for file in files))
+
+
+def test_a_dicom_series_without_a_site_belongs_to_its_scanner(model, root, tmp_path):
+    with TestClient(made(model, root, rule=SiteRule("h/{Manufacturer} {StationName}"))) as client:
+        answer = post(client, site="", content=series(tmp_path))
+        assert (answer.status_code, answer.json()["site"]) == (200, "h/Acme CT1")
+        assert get(client, "/v1/masks", site="h/Acme CT1", request="r1").status_code == 200
+        assert post(client, site="h/other", content=series(tmp_path)).json()["site"] == "h/other"  # what is said counts
+
+
+def test_the_site_of_the_header_needs_the_token_of_that_site(model, root, tmp_path):
+    with TestClient(made(model, root)) as client:
+        assert post(client, site="", content=series(tmp_path)).status_code == 403  # Acme/CT1/unknown, not h/*
+    assert not (root / "keys").exists()
+
+
+def test_an_image_without_header_needs_a_site(client, root):
+    reply = post(client, site="")
+    assert (reply.status_code, "no site was given" in reply.json()["detail"]) == (422, True)
 
 
 def test_an_id_with_another_image_is_a_conflict(client):
@@ -185,12 +406,51 @@ def test_a_request_may_be_asked_for_later(client):
     assert answer.json()["sequence"] == 1
 
 
+def test_what_failed_later_can_be_asked_for_and_what_was_answered_is_not_kept_in_memory(client):
+    later = client.app.state.service.later
+    post(client, wait="false", content=b"nonsense")
+    while (answer := get(client, "/v1/answers", site="h/1", request="r1")).status_code == 202:
+        time.sleep(0.05)
+    assert answer.status_code == 422
+    assert get(client, "/v1/answers", site="h/1", request="r1").status_code == 422  # also the second time
+    post(client, wait="false")
+    while get(client, "/v1/answers", site="h/1", request="r1").status_code != 200:
+        time.sleep(0.05)
+    assert not later
+
+
+def test_only_the_latest_failures_are_kept(client, monkeypatch):
+    monkeypatch.setattr("dltta.serving.http.MOST_FAILURES", 2)
+    for number in range(5):
+        post(client, wait="false", request=f"r{number}", content=b"nonsense")
+        while get(client, "/v1/answers", site="h/1", request=f"r{number}").status_code == 202:
+            time.sleep(0.05)
+    assert [request for _, request in client.app.state.service.later] == ["r3", "r4"]
+
+
+def test_a_full_queue_refuses_also_those_who_do_not_wait(client, monkeypatch):
+    monkeypatch.setattr(client.app.state.service.cluster, "_most_waiting", 0)
+    for wait in ("true", "false"):
+        reply = post(client, wait=wait)
+        assert (reply.status_code, "Retry-After" in reply.headers) == (429, True)
+
+
+def test_images_that_wait_take_no_more_memory_than_they_may(client, monkeypatch):
+    monkeypatch.setattr("dltta.serving.cluster.MOST_BYTES", 100)
+
+    async def two():
+        cluster = client.app.state.service.cluster
+        async with cluster._turn(Key("a", "h/1"), 80):
+            with pytest.raises(BusyError):
+                cluster.require_room(Key("a", "h/2"), 80)
+        cluster.require_room(Key("a", "h/2"), 80)
+
+    asyncio.run(two())
+
+
 def test_a_full_queue_says_when_to_come_back(client, model):
     async def too_many():
         cluster = client.app.state.service.cluster
-        from dltta.serving.cluster import BusyError
-        from dltta.serving.keys import Key
-
         key = Key("a", "h/1")
         async with cluster._turn(key):
             waiting = asyncio.create_task(_hold(cluster, key))
@@ -232,6 +492,10 @@ def test_rollback_is_for_admins_and_in_the_log(client, root):
     assert refused.status_code == 403
     done = client.post("/v1/rollback?site=h/1&version=1", headers={"Authorization": f"Bearer {ADMIN}"})
     assert done.json() == {"event": "rollback", "to": 1, "state": 3}
+    (stream,) = root.glob("keys/*/stream")
+    line = streams.lines(stream)[-1]
+    assert (line["event"], line["to"], line["by"], line["fence"]) == ("rollback", 1, ADMIN, 2)
+    assert verify(stream) == []
     assert post(client, request="r3", content=png(3)).json()["state"] == 4
 
 
@@ -245,6 +509,33 @@ def test_a_paused_site_is_not_served_and_a_shadowed_one_says_what_would_have_cha
     assert "change" in post(client, request="r2", content=png(2)).json()
 
 
+def test_a_paused_site_stays_paused_when_the_service_starts_again_and_the_log_says_who_did_it(model, root):
+    admin = {"Authorization": f"Bearer {ADMIN}"}
+    with TestClient(made(model, root)) as client:
+        assert client.post("/v1/mode?site=h/1&mode=pause", headers=admin).status_code == 404  # not there yet
+        post(client)
+        assert client.post("/v1/mode?site=h/1&mode=pause", headers=admin).json() == {"event": "pause"}
+    with TestClient(made(model, root)) as client:
+        assert post(client, request="r2", content=png(2)).json()["detail"] == "this site is paused"
+        assert get(client, "/v1/sites").json()[0]["mode"] == "paused"
+        client.post("/v1/mode?site=h/1&mode=continue", headers=admin)
+        assert post(client, request="r2", content=png(2)).status_code == 200
+    (stream,) = root.glob("keys/*/stream")
+    events = [(line["event"], line["by"]) for line in streams.lines(stream) if "by" in line]
+    assert events == [("pause", ADMIN), ("continue", ADMIN)]
+    assert verify(stream) == []
+
+
+def test_pages_of_others_cannot_use_a_visitors_browser(model, root):
+    with TestClient(made(model, root, access=Access(None)), base_url="http://127.0.0.1") as client:
+        post(client)
+        for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)):
+            reply = client.post("/v1/mode?site=h/1&mode=shadow", headers={"Sec-Fetch-Site": site})
+            assert reply.status_code == status
+        assert client.get("/v1/sites", headers={"Host": "evil.example"}).status_code == 403  # a name that leads here
+        assert client.get("/v1/sites", headers={"Host": "localhost:8000"}).status_code == 200
+
+
 def test_health_and_readiness(client):
     assert client.get("/healthz").json()["status"] == "ok"
     assert client.get("/readyz").json() == {"ready": True, "shards": 1}
@@ -255,6 +546,13 @@ def test_openapi_shows_an_example_and_loads_nothing_from_elsewhere(client):
     example = described["paths"]["/v1/images"]["post"]["responses"]["200"]["content"]["application/json"]["example"]
     assert example["status"] == "answered"
     assert client.get("/docs").status_code == 404
+
+
+def test_every_route_of_the_api_has_an_example(client):
+    for path, methods in client.get("/openapi.json").json()["paths"].items():
+        for method in methods.values():
+            contents = method["responses"]["200"]["content"].values()
+            assert any("example" in content for content in contents) or path == "/v1/masks", path
 
 
 # the page

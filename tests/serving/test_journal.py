@@ -143,6 +143,16 @@ def test_a_missing_head_is_found(log):
     assert "the head that says where it ends is gone or was altered" in broken(log)
 
 
+def test_lines_that_somebody_else_wrote_are_not_overwritten(tmp_path):
+    mine, other = (Journal(tmp_path / "log", tmp_path / "head") for _ in range(2))
+    other.append([{"case": "theirs"}])
+    before = (tmp_path / "log").read_bytes(), (tmp_path / "head").read_bytes()
+    for write_behind in (lambda: mine.append([{"case": "mine"}]), mine.mark):
+        with pytest.raises(StateError, match="another process wrote"):
+            write_behind()
+    assert ((tmp_path / "log").read_bytes(), (tmp_path / "head").read_bytes()) == before
+
+
 @pytest.mark.parametrize("cut", range(1, 700, 31))
 def test_what_a_crash_left_of_a_group_is_written_over(tmp_path, cut):
     """Lines count when their whole group is there; until then the head names both ends."""

@@ -28,8 +28,21 @@ def task(folder, model, **settings):
         file.rename(folder / f"{header.SeriesInstanceUID}#{header.SOPInstanceUID}.dcm")
     (folder / "made").rmdir()
     chosen = {"model": str(model), "method": "tent", **settings}
-    (folder / "task.json").write_text(json.dumps({"process": {"settings": chosen}}))
+    (folder / "task.json").write_text(json.dumps(described(chosen)))
     return folder
+
+
+def described(settings):
+    """A task as mercure writes it for one processing step."""
+    return {
+        "id": "5d1f", "info": {"action": "both", "uid": "1.2", "uid_type": "series", "applied_rule": "segment"},
+        "target": {"target_name": ["archive"]}, "dispatch": {"target_name": ["archive"], "retries": None},
+        "process": {
+            "module_name": "dltta", "module_config": {"docker_tag": "dltta-mercure"}, "settings": settings,
+            "retain_input_images": False, "output": None,
+        },
+        "study": {}, "nomad_info": None,
+    }  # fmt: skip
 
 
 @pytest.fixture
@@ -75,11 +88,36 @@ def test_a_series_that_cannot_be_used_is_reported_and_notified(tmp_path, model, 
     assert list(leaving.iterdir()) == []
 
 
-@pytest.mark.parametrize(("change", "said"), [({"model": None}, "model"), ({"speed": 1}, "no setting 'speed'")])
-def test_settings_that_cannot_be_used_are_named(tmp_path, model, leaving, change, said):
+def test_one_series_that_is_no_dicom_does_not_keep_the_others_back(tmp_path, model, leaving):
     arriving = task(tmp_path / "in", model)
-    settings = {} if "model" in change else {"model": str(model), **change}
-    (arriving / "task.json").write_text(json.dumps({"process": {"settings": settings}}))
+    (arriving / "1.2.3#1.dcm").write_text("no DICOM")
+    result = run_task(arriving, leaving)
+    assert "cannot be read as DICOM" in result["series"].pop("1.2.3")["problem"]
+    assert [said["sequence"] for said in result["series"].values()] == [1]
+    assert "1 of 2" in result["__mercure_notification"]["text"]
+
+
+def test_of_several_steps_the_first_is_ours(tmp_path, model, leaving):
+    arriving = task(tmp_path / "in", model)
+    whole = json.loads((arriving / "task.json").read_text())
+    whole["process"] = [whole["process"], {"settings": {"of": "another module"}}]
+    (arriving / "task.json").write_text(json.dumps(whole))
+    assert len(run_task(arriving, leaving)["series"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        (described({}), "name no model"),
+        (described(None), "name no model"),
+        (described({"model": "m", "speed": 1}), "no setting 'speed'"),
+        ([], "name no model"),
+        ({"process": []}, "name no model"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_named(tmp_path, model, leaving, written, said):
+    arriving = task(tmp_path / "in", model)
+    (arriving / "task.json").write_text(json.dumps(written))
     with pytest.raises(SettingError, match=said):
         run_task(arriving, leaving)
 

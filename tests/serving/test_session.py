@@ -2,7 +2,9 @@
 
 import io
 import json
+import shutil
 import zipfile
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -14,6 +16,7 @@ from dltta.serving.keys import Key, KeyFolders
 from dltta.serving.lease import Lease, LeaseLostError
 from dltta.serving.session import Request, Session
 from dltta.serving.settings import Deployment
+from dltta.serving.state import StateFolder
 from dltta.serving.upload import unpack_upload
 from dltta.serving.verification import verify
 from streams import classifier, lines, segmenter, write_images
@@ -147,7 +150,89 @@ def test_a_lease_that_is_lost_while_the_network_works_keeps_the_log_as_it_was(tm
     assert lines(tmp_path / "site") == before
 
 
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("moment", range(5))
+def test_a_partitioned_writer_cannot_write_after_its_successor_whenever_that_comes(
+    tmp_path, monkeypatch, moment, before
+):
+    """The successor takes over and writes just before or after one of the five looks of a request at the lease."""
+    monkeypatch.setattr(StateFolder, "locked", lambda self: nullcontext(self._make_folders()))  # not seen from afar
+    first, second, third = requests(tmp_path / "images", 3)
+    looks = []
+
+    def begin(owner):
+        lease = Lease(tmp_path / "key", owner)
+        return Session(segmenter(), tmp_path / "site", streams.settings(), spool=tmp_path / owner, lease=lease)
+
+    def successor():
+        with begin("new") as new:
+            new.answer(second)
+            new.answer(third)
+
+    with begin("old") as old:
+        old.answer(first)
+        look = old.lease.require
+
+        def watched():
+            looks.append(None)
+            comes = len(looks) == moment + 1
+            if comes and before:
+                successor()
+            look()
+            if comes and not before:
+                successor()
+
+        monkeypatch.setattr(old.lease, "require", watched)
+        if (moment, before) == (4, False):  # all of it was on the disk: the successor found it there
+            answered = old.answer(second)
+            assert len(looks) == 5
+            assert answered == lines(tmp_path / "site")[2]
+        else:
+            with pytest.raises(StateError, match="took this site over|another process wrote"):
+                old.answer(second)
+    logged = [line for line in lines(tmp_path / "site") if "request" in line]
+    assert [line["request"] for line in logged] == ["case_0", "case_1", "case_2"]
+    assert [line["fence"] for line in logged] == ([1, 1, 2] if moment == 4 else [1, 2, 2])
+    assert verify(tmp_path / "site") == []
+
+
+def test_who_lost_the_race_for_a_site_does_not_touch_its_log_when_it_opens_it(tmp_path):
+    (first,) = requests(tmp_path / "images", 1)
+    late = Lease(tmp_path / "key", "late")
+    with Session(
+        segmenter(), tmp_path / "site", streams.settings(), spool=tmp_path / "s", lease=Lease(tmp_path / "key", "early")
+    ) as session:
+        session.answer(first)
+    half = tmp_path / "site" / "stream.jsonl"
+    half.write_bytes(half.read_bytes() + b'{"case": "being wri')
+    before = half.read_bytes()
+    being_written = tmp_path / "site" / ".mask.png.17.part"
+    being_written.touch()
+    with (
+        pytest.raises(LeaseLostError),
+        Session(segmenter(), tmp_path / "site", streams.settings(), spool=tmp_path / "s", lease=late),
+    ):
+        pass
+    assert half.read_bytes() == before
+    assert being_written.exists()
+
+
+def test_a_lease_whose_folder_is_gone_is_one_sentence(tmp_path):
+    lease = Lease(tmp_path / "key", "x")
+    shutil.rmtree(tmp_path / "key")
+    with pytest.raises(StateError, match="cannot be read"):
+        lease.require()
+
+
 # keys
+
+
+def test_only_one_service_works_on_a_state_folder(tmp_path):
+    folders = KeyFolders(tmp_path / "state")
+    with folders.locked(), pytest.raises(StateError, match="another service works here"), folders.locked():
+        pass
+    with folders.locked():  # and the next one may
+        pass
 
 
 def test_keys_are_folders_that_no_site_can_choose(tmp_path):

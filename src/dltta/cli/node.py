@@ -10,11 +10,13 @@ from dltta.cli.adapt import Adapting
 from dltta.cli.options import FLAG, MODEL_HELP, Device, OwnModel, require_device, split_size
 from dltta.errors import SettingError
 from dltta.serving.settings import OnError, StreamSettings
+from dltta.serving.site_rule import USUAL, SiteRule
 
 if TYPE_CHECKING:
     import ssl
 
     from dltta.serving.node import Backend
+    from dltta.serving.outbox import Certificates
 
 
 @dataclass(frozen=True)
@@ -43,18 +45,25 @@ class Listening:
     ] = None
 
     def __post_init__(self) -> None:
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise SettingError("--tls-cert and --tls-key go together")
+        if (self.tls_cert is None) != (self.tls_key is None) or (self.tls_ca is not None and self.tls_cert is None):
+            raise SettingError("--tls-cert and --tls-key go together, and --tls-ca with both")
         if not self.peer and self.host not in ("127.0.0.1", "localhost", "::1"):
             raise SettingError(f"{self.host} can be reached by others; name who may send: --peer AET@HOST")
-        if not 0 < len(self.ae) <= 16:
-            raise SettingError(f"an application entity title has up to 16 characters, got {self.ae!r}")
+        from dltta.serving.outbox import valid_title
 
-    def contexts(self) -> "tuple[ssl.SSLContext | None, ssl.SSLContext | None]":
+        for title in (self.ae, *(peer.partition("@")[0] for peer in self.peer or ())):
+            if not valid_title(title):
+                raise SettingError(f"{title!r} is no application entity title; use 1 to 16 plain characters")
+        if not 0 <= self.port < 65536:
+            raise SettingError(f"--port must be from 0 to 65535, got {self.port}")
+
+    def certificates(self) -> "tuple[ssl.SSLContext | None, Certificates | None]":
         """For receiving and for sending; None without TLS."""
         if self.tls_cert is None or self.tls_key is None:
             return None, None
         import ssl
+
+        from dltta.serving.outbox import Certificates
 
         try:
             receiving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=self.tls_ca)
@@ -65,7 +74,7 @@ class Listening:
             sending.load_cert_chain(self.tls_cert, self.tls_key)
         except (OSError, ssl.SSLError) as error:
             raise SettingError(f"the certificate cannot be used: {error}") from error
-        return receiving, sending
+        return receiving, Certificates(sending, self.tls_cert, self.tls_key, self.tls_ca)
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,7 @@ class Routing:
     site: Annotated[
         str,
         typer.Option(metavar="RULE", help="The site of a series, from its header; each site adapts on its own."),
-    ] = "{Manufacturer}/{StationName}/{ProtocolName}"
+    ] = USUAL
     quiet: Annotated[
         float,
         typer.Option(metavar="SECONDS", help="A series is complete when nothing of it came for so long."),
@@ -102,6 +111,10 @@ class Routing:
             show_default="none",
         ),
     ] = None
+
+    def __post_init__(self) -> None:
+        if not self.quiet >= 0:
+            raise SettingError(f"--quiet must be at least 0 seconds, got {self.quiet:g}")
 
 
 def node(
@@ -131,10 +144,11 @@ def node(
     import signal
     import threading
 
+    from dltta.serving.keys import KeyFolders
     from dltta.serving.node import Node, NodeSettings, run_node
     from dltta.serving.outbox import parse_destination
 
-    receiving, sending = listening.contexts()
+    receiving, sending = listening.certificates()
     destinations = [parse_destination(place, listening.ae, sending) for place in routing.to or []]
     settings = NodeSettings(
         output,
@@ -142,7 +156,7 @@ def node(
         listening.host,
         listening.port,
         tuple(listening.peer or ()),
-        routing.site,
+        SiteRule(routing.site),
         routing.quiet,
         routing.capture,
         receiving,
@@ -152,7 +166,8 @@ def node(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     _log_to_stderr()
-    run_node(Node(settings, backend, destinations), typer.echo, stop)
+    with KeyFolders(output).locked():
+        run_node(Node(settings, backend, destinations), typer.echo, stop)
 
 
 def _backend(

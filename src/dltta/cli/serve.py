@@ -10,12 +10,11 @@ from dltta.cli.adapt import Adapting
 from dltta.cli.options import FLAG, MODEL_HELP, Device, OwnModel, require_device, split_size
 from dltta.errors import SettingError, require
 from dltta.serving.settings import OnError, StreamSettings
+from dltta.serving.site_rule import USUAL, SiteRule
 
 if TYPE_CHECKING:
     from dltta.models.io.opening import ModelSource
     from dltta.serving.access import Access
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Listening:
 
     def access(self) -> "Access":
         """Who may do what; nothing is served to strangers by accident."""
-        from dltta.serving.access import Access
+        from dltta.serving.access import LOOPBACK, Access
 
         if self.tokens is not None:
             return Access.from_file(self.tokens)
@@ -82,6 +81,10 @@ class Capacity:
     threads: Annotated[
         int | None, typer.Option(metavar="N", help="Threads of each shard.", show_default="cores / shards")
     ] = None
+    site: Annotated[
+        str,
+        typer.Option(metavar="RULE", help="The site of a DICOM image that comes without one, from its header."),
+    ] = USUAL
     address: Annotated[
         str | None,
         typer.Option(metavar="RAY", help="Join a running Ray cluster, such as auto.", show_default="start one here"),
@@ -121,6 +124,7 @@ def serve(
             tls_key=listening.tls_key, shards=capacity.shards, live=capacity.live, queue=capacity.queue,
             max_sites=capacity.max_sites, max_bytes=capacity.max_bytes, previews=capacity.previews,
             threads=capacity.threads, address=capacity.address, device=require_device(device),
+            rule=SiteRule(capacity.site),
         ),
         typer.echo,
     )  # fmt: skip

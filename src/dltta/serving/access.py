@@ -19,6 +19,8 @@ from pathlib import Path
 
 from dltta.errors import SettingError
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")  # names of this machine, as only itself sees it
+
 
 class Role(IntEnum):
     """Each may do what those before it may."""

@@ -1,7 +1,7 @@
 """A picture for any viewer, as a DICOM secondary capture: the slice with most foreground, and its quality in words."""
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,14 @@ SECONDARY_CAPTURE = "1.2.840.10008.5.1.4.1.1.7"
 MARGIN = 44  # pixels below the picture, for words
 
 
-def secondary_capture(series: Path, segmentation: bytes, line: Mapping[str, Any]) -> tuple[str, bytes]:
+def secondary_capture(series: Sequence[Path], segmentation: bytes, line: Mapping[str, Any]) -> tuple[str, bytes]:
     """Its SOP instance UID, which follows from the segmentation's, and its bytes."""
     from pydicom import Dataset, dcmread
     from pydicom.dataset import FileMetaDataset
     from pydicom.uid import ExplicitVRLittleEndian, generate_uid
 
     source = dcmread(io.BytesIO(segmentation))
-    picture = _picture(sorted(series.glob("*.dcm")), source, words(line))
+    picture = _picture(series, source, words(line))
     uid = generate_uid(entropy_srcs=[str(source.SOPInstanceUID), "capture"])
     made = Dataset()
     for name in (
@@ -62,12 +62,12 @@ def words(line: Mapping[str, Any]) -> str:
     return f"{said}{review}\n{line.get('decision') or 'predicted'} {line.get('detail') or ''}".strip()
 
 
-def _picture(files: list[Path], segmentation: Any, text: str) -> NDArray[np.uint8]:
+def _picture(files: Sequence[Path], segmentation: Any, text: str) -> NDArray[np.uint8]:
     """(rows, columns, 3): the slice with most foreground."""
     from PIL import Image, ImageDraw
 
     image = dicom.read_series(files)
-    labels = _labels(files, segmentation, image.array.shape[1:])
+    labels = _labels(segmentation, image.array.shape[1:], image.geometry.affine)
     values = image.array[0]
     if values.ndim == 3:  # columns, rows, slices
         best = int((labels > 0).sum((0, 1)).argmax())
@@ -82,28 +82,16 @@ def _picture(files: list[Path], segmentation: Any, text: str) -> NDArray[np.uint
     return np.asarray(canvas)
 
 
-def _labels(files: list[Path], segmentation: Any, shape: tuple[int, ...]) -> NDArray[np.int64]:
+def _labels(segmentation: Any, shape: tuple[int, ...], affine: NDArray[np.float64] | None) -> NDArray[np.int64]:
     """Class numbers on the grid of the series as `dicom.read_series` gives it."""
     planes = segmentation.pixel_array.reshape(-1, segmentation.Rows, segmentation.Columns)
     labels = np.zeros(shape, np.int64)
-    places = [] if len(shape) == 2 else _places(files)
     for frame, plane in zip(segmentation.PerFrameFunctionalGroupsSequence, planes, strict=True):
         number = int(frame.SegmentIdentificationSequence[0].ReferencedSegmentNumber)
-        if not places:
+        if affine is None:
             labels[plane > 0] = number
             continue
-        position = np.array(frame.PlanePositionSequence[0].ImagePositionPatient, float)
-        nearest = int(np.argmin([np.linalg.norm(position - place) for place in places]))
-        labels[..., nearest][plane.T > 0] = number
+        place = np.array(frame.PlanePositionSequence[0].ImagePositionPatient, float) * (-1, -1, 1)  # LPS to RAS
+        index = round(float((np.linalg.inv(affine) @ np.append(place, 1))[2]))
+        labels[..., index][plane.T > 0] = number
     return labels
-
-
-def _places(files: list[Path]) -> list[NDArray[np.float64]]:
-    """Where the slices of a series lie, in the order of `dicom.read_series`: along the normal."""
-    from pydicom import dcmread
-
-    headers = [dcmread(file, stop_before_pixels=True) for file in files]
-    directions = np.array(headers[0].ImageOrientationPatient, float)
-    normal = np.cross(directions[:3], directions[3:])
-    places = [np.array(header.ImagePositionPatient, float) for header in headers]
-    return sorted(places, key=lambda place: float(normal @ place))

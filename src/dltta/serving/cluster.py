@@ -10,16 +10,18 @@ import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from dltta.errors import SettingError
 from dltta.serving.keys import Key
 from dltta.serving.session import Request
-from dltta.serving.shard import Reply, Shard, ShardSettings
+from dltta.serving.shard import Mode, Reply, Shard, ShardSettings
 
 NEEDS_SERVE = "the service needs Ray and FastAPI; install them: pip install 'dltta[serve]'"
 PATIENCE = 120.0  # seconds in which a dead shard must have come back
+STARTING = 600.0  # seconds in which every shard must have opened its models
+MOST_BYTES = 2 << 30  # of images that wait
 
 
 class BusyError(Exception):
@@ -31,7 +33,7 @@ class BusyError(Exception):
 
 
 class Cluster:
-    """N shards. `waiting` requests of one key, and `total` of all, may wait; more raise `BusyError`."""
+    """N shards. `waiting` requests of one key, `total` of all, and so many bytes may wait; more raise `BusyError`."""
 
     def __init__(
         self,
@@ -46,8 +48,11 @@ class Cluster:
         self._most_waiting, self._most = waiting, total
         self._address = address
         self._actors: list[Any] = []
+        self._joined = False  # whether Ray was started or joined here
         self._locks: dict[Key, asyncio.Lock] = {}
         self._waiting: Counter[Key] = Counter()
+        self._bytes = 0  # of images that wait
+        self._reading = 0  # calls that write nothing
         self._seconds = 0.5  # how long an answer takes, a running mean
         self.restarts = 0  # calls that found their shard dead
         self.started = False
@@ -56,28 +61,38 @@ class Cluster:
         """Start or join Ray, make the shards, and wait until each has opened its models."""
         ray = _ray()
         if not ray.is_initialized():
-            ray.init(**_ray_options(self._address, self.shards))
+            try:
+                ray.init(**_ray_options(self._address, self.shards))
+                self._joined = True
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                place = "here" if self._address is None else f"at {self._address}"
+                raise SettingError(f"cannot start or join Ray {place}: {' '.join(str(error).split())[:200]}") from error
         actor = ray.remote(Shard)
         options: dict[str, Any] = {"max_restarts": -1, "max_task_retries": 0, "num_cpus": 0, "max_concurrency": 1}
+        options["scheduling_strategy"] = "SPREAD"  # over the machines of a cluster
         self._actors = [actor.options(**options).remote(self.settings) for _ in range(self.shards)]
-        ray.get([shard.ready.remote() for shard in self._actors])
+        try:
+            ray.get([shard.ready.remote() for shard in self._actors], timeout=STARTING)
+        except ray.exceptions.RayError as error:
+            reason = str(error).strip().splitlines()[-1][:200]
+            raise SettingError(f"a shard cannot start ({reason}); have all machines package, model, state?") from error
         self.started = True
 
     def stop(self) -> None:
-        """Let every shard finish what it does and release its keys; then end a Ray that was started here."""
+        """Let every shard finish what it does and release its keys; then end the Ray that was started here."""
         ray = _ray()
         for shard in self._actors:
-            try:
+            with suppress(ray.exceptions.RayError):  # it is dead: what it had answered is on the disk
                 ray.get(shard.close.remote(), timeout=60)
-            except ray.exceptions.RayError:
-                continue  # it is dead: what it had answered is on the disk
+            ray.kill(shard)
         self._actors, self.started = [], False
-        if self._address is None:
+        if self._joined:
             ray.shutdown()
+            self._joined = False
 
     async def answer(self, key: Key, request: Request) -> Reply:
         """Adapt and predict, once, after the earlier requests of the key."""
-        async with self._turn(key):
+        async with self._turn(key, len(request.content)):
             started = time.perf_counter()
             reply = await self._call(key, "answer", key, request)
             if reply.status == "answered":
@@ -85,15 +100,22 @@ class Cluster:
             return reply
 
     async def result(self, key: Key, request_id: str, *, mask: bool = False) -> Reply:
-        return await self._call(key, "result", key, request_id, mask=mask)
+        """What was answered to a request before."""
+        if self._reading >= self._most:
+            raise BusyError(1.0)
+        self._reading += 1
+        try:
+            return await self._call(key, "result", key, request_id, mask=mask)
+        finally:
+            self._reading -= 1
 
-    async def roll_back(self, key: Key, version: int) -> Reply:
+    async def roll_back(self, key: Key, version: int, by: str) -> Reply:
         async with self._turn(key):
-            return await self._call(key, "roll_back", key, version)
+            return await self._call(key, "roll_back", key, version, by)
 
-    async def deploy(self, key: Key, deployment: str) -> Reply:
+    async def change(self, key: Key, mode: Mode, by: str) -> Reply:
         async with self._turn(key):
-            return await self._call(key, "deploy", key, deployment)
+            return await self._call(key, "change", key, mode, by)
 
     async def memory(self) -> list[Mapping[str, float]]:
         """Of every shard that answers."""
@@ -112,34 +134,41 @@ class Cluster:
         while self._waiting.total():
             await asyncio.sleep(0.05)
 
-    @asynccontextmanager
-    async def _turn(self, key: Key) -> AsyncIterator[None]:
-        """One at a time for each key, in the order of arrival."""
-        if self._waiting[key] >= self._most_waiting or self._waiting.total() >= self._most:
+    def require_room(self, key: Key, size: int = 0) -> None:
+        """Raise `BusyError` unless one more request of so many bytes may wait."""
+        full = self._waiting.total() >= self._most or (self._bytes > 0 and self._bytes + size > MOST_BYTES)
+        if full or self._waiting[key] >= self._most_waiting:
             raise BusyError(max(1.0, self._seconds * self._waiting[key]))
+
+    @asynccontextmanager
+    async def _turn(self, key: Key, size: int = 0) -> AsyncIterator[None]:
+        """One at a time for each key, in the order of arrival."""
+        self.require_room(key, size)
         self._waiting[key] += 1
+        self._bytes += size
         lock = self._locks.setdefault(key, asyncio.Lock())
         try:
             async with lock:
                 yield
         finally:
             self._waiting[key] -= 1
+            self._bytes -= size
             if not self._waiting[key]:
                 del self._waiting[key]
                 self._locks.pop(key, None)
 
     async def _call(self, key: Key, method: str, *args: Any, **kwargs: Any) -> Reply:
         """Ask the key's shard, again while it comes back from the dead."""
-        ray = _ray()
+        lost = _lost(_ray())
         shard = self._actors[key.shard(self.shards)]
         deadline = time.monotonic() + PATIENCE
         while True:
             try:
                 reply: Reply = await asyncio.wrap_future(getattr(shard, method).remote(*args, **kwargs).future())
-            except (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnavailableError) as error:
+            except lost:
                 self.restarts += 1
                 if time.monotonic() > deadline:
-                    return Reply("unavailable", detail=f"the shard of this site does not come back: {error}")
+                    return Reply("unavailable", detail="the shard of this site does not come back; see Ray's logs")
                 await asyncio.sleep(0.2)
                 continue
             return reply
@@ -153,11 +182,19 @@ def _ray() -> Any:
     return ray
 
 
+def _lost(ray: Any) -> tuple[type[Exception], ...]:
+    """What Ray raises when a shard, its machine or its reply is gone."""
+    found = ray.exceptions
+    return found.RayActorError, found.WorkerCrashedError, found.ObjectLostError
+
+
 def _ray_options(address: str | None, shards: int) -> dict[str, Any]:
     if address is not None:
         return {"address": address, "log_to_driver": False}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own 15 lets every other program go first
     return {
+        "address": "local",  # also where another Ray runs on this machine
         "num_cpus": max(shards, os.cpu_count() or 1),
         "include_dashboard": False,
         "log_to_driver": False,

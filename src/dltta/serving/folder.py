@@ -61,7 +61,13 @@ class Stream:
     """One stream in one output folder. `with Stream(…) as stream: stream.run(cases)`."""
 
     def __init__(
-        self, opened: OpenedModel, output: Path, settings: StreamSettings | None = None, *, resume: bool = False
+        self,
+        opened: OpenedModel,
+        output: Path,
+        settings: StreamSettings | None = None,
+        *,
+        resume: bool = False,
+        may_write: Callable[[], None] = lambda: None,
     ) -> None:
         self.opened, self.output, self.settings = opened, output.resolve(), settings or StreamSettings()
         recipe = _resolved(opened, self.settings)
@@ -74,7 +80,7 @@ class Stream:
         self.fitting = self._fitting(recipe)
         self.predictor = self._predictor(self.settings.deployment)
         self._signer = None if self.settings.sign is None else Signer.from_file(self.settings.sign, output)
-        self._resume = resume
+        self._resume, self._may_write = resume, may_write
         self._ahead = False  # whether the adapter may have seen more than its latest version on disk
         self._keeping: Future[None] | None = None  # the batch that is on its way to the disk
         self._underway: frozenset[str] = frozenset()  # names and digests of its cases
@@ -89,7 +95,13 @@ class Stream:
         with ExitStack() as stack:
             stack.enter_context(self.folder.locked())
             self.record = Record(
-                self.output, self.folder, self._description(), self.adapter, self._signer, resume=self._resume
+                self.output,
+                self.folder,
+                self._description(),
+                self.adapter,
+                self._signer,
+                resume=self._resume,
+                may_write=self._may_write,
             )
             self.naming, self.index = self.record.naming, self.record.index
             self._read = Reader(self.opened, self.output, self.index, self.fitting)
@@ -130,12 +142,15 @@ class Stream:
         self._summary.conclude(self.index.decisions, self.index.reasons, self.index.reviews)
         return self._summary
 
-    def deploy(self, deployment: Deployment) -> None:
-        """From now on the adapted model predicts (live), or the source model while it adapts (shadow); logged."""
+    def deploy(self, deployment: Deployment, note: Mapping[str, Any] | None = None) -> None:
+        """From now on the adapted model predicts (live), or the source model while it adapts (shadow); logged.
+
+        `note` is what its line says besides.
+        """
         if Deployment.FROZEN in (deployment, self.settings.deployment):
             raise SettingError("a stream is frozen from its beginning or never; switch between live and shadow")
         self._settle()
-        self.record.append_event({"event": "mode", "deployment": str(deployment)})
+        self.record.append_event({"event": "mode", "deployment": str(deployment), **(note or {})})
         self.predictor = self._predictor(deployment)
 
     def _predictor(self, deployment: str) -> Predictor:

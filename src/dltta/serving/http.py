@@ -4,22 +4,22 @@ Everything that identifies a patient stays out of log and metrics: requests are 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import generate_latest
-from starlette.datastructures import UploadFile
+from starlette.datastructures import MutableHeaders, UploadFile
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dltta.errors import SettingError
-from dltta.serving.access import Access, Role
+from dltta.errors import DataError, SettingError
+from dltta.serving.access import LOOPBACK, Access, Role
 from dltta.serving.cluster import BusyError, Cluster
 from dltta.serving.keys import Key, KeyFolders
 from dltta.serving.page import add_page
 from dltta.serving.service import (
-    CODES,
     Asked,
     Bearer,
     Limits,
@@ -27,24 +27,100 @@ from dltta.serving.service import (
     Model,
     Service,
     Site,
-    change_mode,
     record,
+    refusal,
     require,
     respond_event,
     service_of,
     shown,
 )
 from dltta.serving.session import Request as ImageRequest
-from dltta.serving.shard import Reply
+from dltta.serving.shard import Mode, Reply
+from dltta.serving.site_rule import SiteRule
 from dltta.serving.views import Views
 from dltta.version import __version__
 
+MOST_FAILURES = 1000  # of requests that nobody waited for
 
-def make_app(cluster: Cluster, access: Access, *, limits: Limits | None = None) -> FastAPI:
+
+# examples for /openapi.json
+
+
+def _shows(example: object, description: str = "") -> dict[str, Any]:
+    said = {"description": description} if description else {}
+    return {"content": {"application/json": {"example": example}}, **said}
+
+
+EXAMPLE = {
+    "status": "answered",
+    "site": "st-mary/scanner-3",
+    "request": "20261117-0001",
+    "sequence": 12,
+    "decision": "accepted",
+    "quality": 0.91,
+    "quality_low": 0.82,
+    "quality_high": 0.96,
+    "review": False,
+    "prediction": "20261117-0001.png",
+    "state": 12,
+}
+SITE = {
+    "site": "st-mary/scanner-3",
+    "model": "a",
+    "answered": 412,
+    "quality": 0.88,
+    "to_review": 1,
+    "alarm": None,
+    "mode": "live",
+    "version": 412,
+}
+METRICS = 'dltta_requests_total{status="answered"} 412.0\n'
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    401: _shows({"detail": "give a token: Authorization: Bearer TOKEN"}, "no token, or one that nobody has"),
+    403: _shows({"detail": "this token may not admin at this site"}, "a token that may not do this"),
+    404: _shows({"detail": "there is no such site"}, "no such site, request or model"),
+}
+UPLOAD = {
+    "required": True,
+    "content": {
+        "multipart/form-data": {
+            "schema": {
+                "type": "object",
+                "required": ["image", "request"],
+                "properties": {
+                    "image": {"type": "string", "format": "binary"},
+                    "site": {
+                        "type": "string",
+                        "example": "st-mary/scanner-3",
+                        "description": "left out: from a DICOM header",
+                    },
+                    "request": {"type": "string", "example": "20261117-0001"},
+                    "model": {"type": "string"},
+                    "wait": {"type": "string", "example": "true"},
+                },
+            }
+        }
+    },
+}
+
+
+# the application
+
+
+def make_app(
+    cluster: Cluster, access: Access, *, limits: Limits | None = None, rule: SiteRule | None = None
+) -> FastAPI:
     """The application; starting and stopping it starts and stops the shards."""
     folders = KeyFolders(cluster.settings.root)
     service = Service(
-        cluster, access, folders, limits or Limits(), next(iter(cluster.settings.models)), Views(folders), Metrics()
+        cluster,
+        access,
+        folders,
+        limits or Limits(),
+        next(iter(cluster.settings.models)),
+        Views(folders),
+        Metrics(),
+        rule or SiteRule(),
     )
 
     @asynccontextmanager
@@ -68,7 +144,7 @@ def make_app(cluster: Cluster, access: Access, *, limits: Limits | None = None) 
         "token. A request that is sent again under the same id is answered from the log: it is learned from once.",
     )
     app.state.service = service
-    app.middleware("http")(_limit(service))
+    app.add_middleware(Limiting, service=service)
     _routes(app)
     _watching(app)
     add_page(app)
@@ -82,61 +158,69 @@ def _routes(app: FastAPI) -> None:
     @app.post(
         "/v1/images",
         responses={
-            200: {"content": {"application/json": {"example": EXAMPLE}}},
-            202: {"description": "taken; ask /v1/answers"},
-            409: {"description": "the id was used with another image"},
-            413: {"description": "too large"},
-            422: {"description": "not an image that the model takes"},
-            429: {"description": "too many requests wait; Retry-After says when"},
+            200: _shows(EXAMPLE),
+            202: _shows({"status": "pending", "request": "20261117-0001"}, "taken (wait=false); ask /v1/answers"),
+            408: _shows({"detail": "the request took longer than 60 s to arrive"}, "too slow"),
+            409: _shows({"detail": "was predicted before with other content"}, "the id was used with another image"),
+            413: _shows({"detail": "more than 268435456 bytes"}, "too large"),
+            422: _shows({"detail": "has 3 channels, the network takes 1"}, "not an image that the model takes"),
+            429: _shows({"detail": "too many requests are waiting; try again in 2 s"}, "busy; Retry-After says when"),
+            503: _shows({"detail": "this site is paused"}, "send again later"),
+            **REFUSALS,
         },
         openapi_extra={"requestBody": UPLOAD},
     )
     async def submit(request: Request, grant: Bearer) -> Response:
         """Predict an image: multipart with `image` (PNG, TIFF, NIfTI, or a DICOM series as a zip), `site`, `request`.
 
-        `model` names one of the service's models, `wait=false` answers 202 at once.
+        Without a `site`, that of a DICOM image is taken from its header, by the rule of the service. `model` names one
+        of the service's models, `wait=false` answers 202 at once.
         """
         service = service_of(request)
-        fields, filename, content = await _form(request, service.limits)
-        site = fields.get("site", "")
-        require(grant, Role.SUBMIT, site)
-        key = service.key(site, fields.get("model"))
+        require(grant, Role.SUBMIT)  # before its bytes are taken
         if service.stopping:
             raise HTTPException(503, "the service stops", {"Retry-After": "10"})
-        if key in service.paused:
+        fields, filename, content = await _form(request, service.limits)
+        site = fields.get("site") or await _site_of(service, content)
+        require(grant, Role.SUBMIT, site)
+        key = service.key(site, fields.get("model"))
+        if service.folders.paused(key):
             raise HTTPException(503, "this site is paused", {"Retry-After": "60"})
-        if not service.folders.exists(key) and service.folders.count() >= service.limits.keys:
-            raise HTTPException(429, f"there are {service.limits.keys} sites already", {"Retry-After": "3600"})
+        service.require_place(key)
         try:
             image = ImageRequest(fields.get("request", ""), filename, content)
         except SettingError as error:
             raise HTTPException(422, str(error)) from error
         if fields.get("wait", "true").lower() in ("false", "0", "no"):
             return _later(service, key, image)
-        return await _respond(service, service.answer(key, image))
+        return await _respond(service, key, service.answer(key, image))
 
-    @app.get("/v1/answers", responses={200: {"content": {"application/json": {"example": EXAMPLE}}}})
+    @app.get("/v1/answers", responses={200: _shows(EXAMPLE), 202: _shows({"status": "pending"}), **REFUSALS})
     async def answer(request: Request, grant: Bearer, site: Site, asked: Asked, model: Model = None) -> Response:
         """The answer to an earlier request; 202 while it is being worked on."""
         service = service_of(request)
         require(grant, Role.READ, site)
         key = service.key(site, model)
-        task = service.pending.get((key, asked))
+        task = service.later.get((key, asked))
         if task is not None and not task.done():
-            return JSONResponse({"status": "pending"}, 202, {"Retry-After": "1"})
-        if task is not None:
-            service.pending.pop((key, asked), None)
-            return await _respond(service, task)
-        return await _respond(service, service.cluster.result(key, asked))
+            return JSONResponse({"status": "pending", "request": asked, "site": site}, 202, {"Retry-After": "1"})
+        return await _respond(service, key, task or service.cluster.result(key, asked))
 
-    @app.get("/v1/masks", response_class=Response)
+    @app.get(
+        "/v1/masks",
+        response_class=Response,
+        responses={200: {"content": {"application/octet-stream": {}}, "description": "the file"}, **REFUSALS},
+    )
     async def mask(request: Request, grant: Bearer, site: Site, asked: Asked, model: Model = None) -> Response:
         """The mask of an earlier request, in the format of its image."""
         service = service_of(request)
         require(grant, Role.READ, site)
-        reply = await service.cluster.result(service.key(site, model), asked, mask=True)
+        try:
+            reply = await service.cluster.result(service.key(site, model), asked, mask=True)
+        except BusyError as error:
+            raise HTTPException(429, str(error), {"Retry-After": f"{error.after:.0f}"}) from error
         if reply.mask is None:
-            raise HTTPException(404 if reply.detail is None else 503, reply.detail or "there is no such mask")
+            raise HTTPException(404, "there is no such mask") if reply.detail is None else refusal(reply, "")
         name = (reply.mask_name or "mask").replace('"', "")
         return Response(
             reply.mask, 200, {"Content-Disposition": f'attachment; filename="{name}"'}, "application/octet-stream"
@@ -144,20 +228,45 @@ def _routes(app: FastAPI) -> None:
 
 
 def _later(service: Service, key: Key, image: ImageRequest) -> Response:
-    if (key, image.id) not in service.pending or service.pending[key, image.id].done():
-        service.pending[key, image.id] = asyncio.create_task(service.answer(key, image))
-    return JSONResponse({"status": "pending", "request": image.id}, 202, {"Retry-After": "1"})
+    """Begin to answer; what failed stays to be asked for, what was answered is in the log."""
+    name = (key, image.id)
+    if name not in service.later or service.later[name].done():
+        try:
+            service.cluster.require_room(key, len(image.content))
+        except BusyError as error:
+            service.metrics.refused("busy")
+            raise HTTPException(429, str(error), {"Retry-After": f"{error.after:.0f}"}) from error
+        task = service.later[name] = asyncio.create_task(service.answer(key, image))
+        task.add_done_callback(lambda done: _tidy(service, name, done))
+    return JSONResponse({"status": "pending", "request": image.id, "site": key.site}, 202, {"Retry-After": "1"})
 
 
-async def _respond(service: Service, coming: Awaitable[Reply]) -> Response:
+def _tidy(service: Service, name: tuple[Key, str], done: asyncio.Task[Reply]) -> None:
+    """Forget what was answered, and the oldest of too many failures."""
+    good = not done.cancelled() and done.exception() is None and done.result().line is not None
+    if good and service.later.get(name) is done:
+        del service.later[name]
+    failed = [name for name, task in service.later.items() if task.done()]
+    for name in failed[:-MOST_FAILURES]:
+        del service.later[name]
+
+
+async def _site_of(service: Service, content: bytes) -> str:
+    try:
+        return await asyncio.to_thread(service.rule.site_of_upload, content)
+    except (DataError, SettingError) as error:
+        raise HTTPException(422, str(error)) from error
+
+
+async def _respond(service: Service, key: Key, coming: Awaitable[Reply]) -> Response:
     try:
         reply = await coming
     except BusyError as error:
         service.metrics.refused("busy")
         raise HTTPException(429, str(error), {"Retry-After": f"{error.after:.0f}"}) from error
     if reply.line is None:
-        raise HTTPException(CODES[reply.status], reply.detail or "there is no such request at this site")
-    return JSONResponse({"status": reply.status, **shown(reply.line)})
+        raise refusal(reply, "there is no such request at this site")
+    return JSONResponse({"status": reply.status, "site": key.site, **shown(reply.line)})
 
 
 async def _form(request: Request, limits: Limits) -> tuple[dict[str, str], str, bytes]:
@@ -176,44 +285,68 @@ async def _form(request: Request, limits: Limits) -> tuple[dict[str, str], str, 
     return fields, files[0][1].filename or "", content
 
 
-def _limit(service: Service) -> Callable[[Request, Callable[[Request], Awaitable[Response]]], Awaitable[Response]]:
-    """Refuses bodies that are too large, by what they say and by what arrives."""
+class Limiting:
+    """Refuses bodies that are too large, by what they say and by what arrives, and pages of others in a browser."""
 
-    async def middleware(request: Request, following: Callable[[Request], Awaitable[Response]]) -> Response:
-        most = service.limits.bytes + (1 << 16)  # and the other fields
-        said = request.headers.get("content-length", "0")
-        if not said.isdigit() or int(said) > most:
-            service.metrics.refused("too-large")
-            return JSONResponse({"detail": f"more than {service.limits.bytes} bytes"}, 413)
-        received, arriving = 0, request.receive
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app, self.service = app, service
 
-        async def counted() -> Any:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request, most, received = Request(scope), self.service.limits.bytes + (1 << 16), 0  # and the other fields
+        too_large = f"more than {self.service.limits.bytes} bytes"
+
+        async def counted() -> Message:
             nonlocal received
-            message = await arriving()
+            message = await receive()
             received += len(message.get("body", b""))
             if received > most:
-                raise HTTPException(413, f"more than {service.limits.bytes} bytes")
+                self.service.metrics.refused("too-large")
+                raise HTTPException(413, too_large, {"Connection": "close"})
             return message
 
-        request._receive = counted
-        response = await following(request)
-        response.headers["X-Content-Type-Options"] = "nosniff"
-        response.headers["Cache-Control"] = "no-store"
-        return response
+        async def safe(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers["X-Content-Type-Options"], headers["Cache-Control"] = "nosniff", "no-store"
+            await send(message)
 
-    return middleware
+        said = request.headers.get("content-length", "0")
+        if _from_elsewhere(request, self.service):
+            refused = JSONResponse({"detail": "a page of another site may not use this service"}, 403)
+            await refused(scope, receive, safe)
+        elif not said.isdigit() or int(said) > most:
+            self.service.metrics.refused("too-large")
+            await JSONResponse({"detail": too_large}, 413)(scope, receive, safe)
+        else:
+            await self.app(scope, counted, safe)
+
+
+def _from_elsewhere(request: Request, service: Service) -> bool:
+    """Whether a page of somebody else, open in the browser, sends this; without tokens it would be let in.
+
+    Browsers say so in a header. A name that leads to the loopback interface is no loopback name (DNS rebinding).
+    """
+    site = request.headers.get("sec-fetch-site")
+    changes = request.method not in ("GET", "HEAD") and site not in (None, "none", "same-origin")
+    strange = service.access.grants is None and request.url.hostname not in LOOPBACK
+    return changes or strange
 
 
 # watching
 
 
 def _watching(app: FastAPI) -> None:
-    @app.get("/healthz")
+    @app.get("/healthz", responses={200: _shows({"status": "ok", "version": __version__})})
     async def health() -> dict[str, str]:
         """Whether the process answers."""
         return {"status": "ok", "version": __version__}
 
-    @app.get("/readyz")
+    @app.get(
+        "/readyz", responses={200: _shows({"ready": True, "shards": 2}), 503: _shows({"ready": False, "shards": 1})}
+    )
     async def ready(request: Request) -> Response:
         """Whether every shard answers, so that requests can be sent."""
         service = service_of(request)
@@ -221,7 +354,7 @@ def _watching(app: FastAPI) -> None:
         good = len(alive) == service.cluster.shards and not service.stopping
         return JSONResponse({"ready": good, "shards": len(alive)}, 200 if good else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", responses={200: {"content": {"text/plain": {"example": METRICS}}}, **REFUSALS})
     async def metrics(request: Request, grant: Bearer) -> Response:
         """For Prometheus."""
         service = service_of(request)
@@ -233,7 +366,7 @@ def _watching(app: FastAPI) -> None:
             service.metrics.resident.labels(str(number)).set(shard["resident"])
         return Response(generate_latest(service.metrics.registry), media_type="text/plain; version=0.0.4")
 
-    @app.get("/v1/sites")
+    @app.get("/v1/sites", responses={200: _shows([SITE]), **REFUSALS})
     async def sites(request: Request, grant: Bearer) -> list[dict[str, Any]]:
         """Every site that the token may see: traffic, quality, alarms."""
         service = service_of(request)
@@ -243,18 +376,18 @@ def _watching(app: FastAPI) -> None:
             {
                 "site": view.key.site,
                 "model": view.key.model,
-                "answered": len(view.cases),
+                "answered": view.answered,
                 "quality": view.quality,
                 "to_review": view.to_review,
                 "alarm": view.alarm,
-                "mode": "paused" if view.key in service.paused else view.deployment,
+                "mode": "paused" if service.folders.paused(view.key) else view.deployment,
                 "version": view.version,
             }
             for view in views
             if grant.allows(Role.READ, view.key.site)
         ]
 
-    @app.get("/v1/stream")
+    @app.get("/v1/stream", responses={200: _shows([EXAMPLE]), **REFUSALS})
     async def stream(
         request: Request,
         grant: Bearer,
@@ -265,27 +398,28 @@ def _watching(app: FastAPI) -> None:
         """The latest answers of a site, oldest first."""
         service = service_of(request)
         require(grant, Role.READ, site)
-        view = await asyncio.to_thread(service.views.site, service.key(site, model))
-        if view is None:
+        found = await asyncio.to_thread(service.views.cases, service.key(site, model), latest)
+        if found is None:
             raise HTTPException(404, "there is no such site")
-        return [shown(line) for line in view.cases[-latest:]]
+        return [shown(line) for line in found]
 
-    @app.post("/v1/rollback")
+    @app.post("/v1/rollback", responses={200: _shows({"event": "rollback", "to": 9, "state": 13}), **REFUSALS})
     async def roll_back(
         request: Request, grant: Bearer, site: Site, version: Annotated[int, Query(ge=0)], model: Model = None
     ) -> Response:
         """Continue from an older version of what was learned (admin); logged."""
         service = service_of(request)
         require(grant, Role.ADMIN, site)
-        record("rollback", by=grant.name, key=service.key(site, model).name, version=version)
-        return await respond_event(service.cluster.roll_back(service.key(site, model), version))
+        key = service.key(site, model)
+        record("rollback", by=grant.name, key=key.name, version=version)
+        return await respond_event(service.cluster.roll_back(key, version, grant.name))
 
-    @app.post("/v1/mode")
+    @app.post("/v1/mode", responses={200: _shows({"event": "mode", "deployment": "shadow"}), **REFUSALS})
     async def mode(
         request: Request,
         grant: Bearer,
         site: Site,
-        mode: Annotated[str, Query(pattern="^(live|shadow|pause|continue)$")],
+        mode: Mode,
         model: Model = None,
     ) -> Response:
         """live: adapted predictions; shadow: adapt, but the source model predicts; pause, continue (admin)."""
@@ -293,36 +427,4 @@ def _watching(app: FastAPI) -> None:
         require(grant, Role.ADMIN, site)
         key = service.key(site, model)
         record("mode", by=grant.name, key=key.name, mode=mode)
-        return await change_mode(service, key, mode)
-
-
-EXAMPLE = {
-    "status": "answered",
-    "request": "20261117-0001",
-    "sequence": 12,
-    "decision": "accepted",
-    "quality": 0.91,
-    "quality_low": 0.82,
-    "quality_high": 0.96,
-    "review": False,
-    "prediction": "20261117-0001.png",
-    "state": 12,
-}
-UPLOAD = {
-    "required": True,
-    "content": {
-        "multipart/form-data": {
-            "schema": {
-                "type": "object",
-                "required": ["image", "site", "request"],
-                "properties": {
-                    "image": {"type": "string", "format": "binary"},
-                    "site": {"type": "string", "example": "st-mary/scanner-3"},
-                    "request": {"type": "string", "example": "20261117-0001"},
-                    "model": {"type": "string"},
-                    "wait": {"type": "string", "example": "true"},
-                },
-            }
-        }
-    },
-}
+        return await respond_event(service.cluster.change(key, mode, grant.name))

@@ -5,7 +5,8 @@ STATE/arriving/SERIES/          a folder for each series, named by a hash
   SLICE.dcm                     a slice, named by a hash of its SOP instance UID; whole or not there
 
 A slice is acknowledged once it is on the disk. A series is complete when as many slices as expected are there, or when
-nothing came for a while and no association is open that sent any of it.
+nothing came for a while and no association is open that sent any of it. Slices that come later than that stay, and make
+the series complete once more.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ import shutil
 import threading
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from typing import Any
 from dltta.errors import DataError, StateError
 from dltta.files import PRIVATE, PRIVATE_FOLDER, make_folder, write_atomically
 from dltta.serving.journal import on_disk
+from dltta.serving.site_rule import SiteRule
 
-SITE = "{Manufacturer}/{StationName}/{ProtocolName}"  # the rule for a site's name unless another is given
+DESCRIBED = "series.json"
 
 
 class OtherPatientError(DataError):
@@ -33,22 +35,30 @@ class OtherPatientError(DataError):
 
 @dataclass(frozen=True)
 class Arrived:
-    """A complete series on the disk."""
+    """A complete series on the disk, with the slices it had at that moment."""
 
     uid: str
     site: str
     folder: Path
+    slices: tuple[str, ...]  # names of files, sorted
 
-    def content(self) -> bytes:
-        """All slices as one archive, the same bytes for the same slices."""
-        buffer = io.BytesIO()
-        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
-            for file in sorted(self.folder.glob("*.dcm")):
-                archive.writestr(zipfile.ZipInfo(file.name), file.read_bytes())
-        return buffer.getvalue()
+    @property
+    def files(self) -> list[Path]:
+        return [self.folder / name for name in self.slices]
 
-    def remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+    @property
+    def request(self) -> str:
+        """The same for the same slices: a series that is sent again is the same request, one that has grown another."""
+        return f"{self.uid}-{_hash(' '.join(self.slices))[:12]}"
+
+
+def packed(files: Iterable[Path]) -> bytes:
+    """Slices as one archive, the same bytes for the same slices."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+        for file in files:
+            archive.writestr(zipfile.ZipInfo(file.name), file.read_bytes())
+    return buffer.getvalue()
 
 
 @dataclass
@@ -62,15 +72,18 @@ class _Coming:
 class Inbound:
     """Takes slices; gives back complete series. Safe to use from several threads."""
 
-    def __init__(self, root: Path, *, rule: str = SITE, quiet: float = 10.0) -> None:
-        self.root, self.rule, self.quiet = root / "arriving", rule, quiet
+    def __init__(self, root: Path, *, rule: SiteRule | None = None, quiet: float = 10.0) -> None:
+        self.root, self.rule, self.quiet = root / "arriving", rule or SiteRule(), quiet
         self._lock = threading.Lock()
         self._coming: dict[str, _Coming] = {}
         with on_disk(self.root):
             make_folder(root, mode=PRIVATE_FOLDER)
             make_folder(self.root, mode=PRIVATE_FOLDER)
-        for folder in self.root.iterdir():  # left by a killed process: quiet time begins anew
-            self._coming[folder.name] = _Coming(time.monotonic())
+            for folder in self.root.iterdir():  # left by a killed process: quiet time begins anew
+                if (folder / DESCRIBED).is_file():
+                    self._coming[folder.name] = _Coming(time.monotonic())
+                else:  # nothing of it was acknowledged, or all of it was dealt with
+                    shutil.rmtree(folder)
 
     def take(self, dataset: Any, content: bytes, association: int) -> None:
         """A slice as it was sent; on return it is on the disk. Raises if it belongs to another patient's series."""
@@ -98,52 +111,47 @@ class Inbound:
                 coming.associations.discard(association)
 
     def complete(self) -> Iterator[Arrived]:
-        """Series that can be worked on now; each stays until `Arrived.remove` or `forget`."""
+        """Series that can be worked on now; each stays until `forget`."""
         for name in sorted(self._coming):
             with self._lock:
                 coming = self._coming.get(name)
                 done = coming is not None and self._is_complete(self.root / name, coming)
+                slices = _slices(self.root / name) if done else ()
             if done:
                 described = _read(self.root / name)
-                yield Arrived(str(described["uid"]), str(described["site"]), self.root / name)
+                yield Arrived(str(described["uid"]), str(described["site"]), self.root / name, slices)
 
     def forget(self, arrived: Arrived) -> None:
-        """The series was dealt with."""
-        with self._lock:
-            arrived.remove()
+        """The series was dealt with; it stays if more slices came meanwhile."""
+        with self._lock, on_disk(arrived.folder):
+            if _slices(arrived.folder) != arrived.slices:
+                return
+            (arrived.folder / DESCRIBED).unlink()  # first: what is left without it is no series
+            shutil.rmtree(arrived.folder)
             self._coming.pop(arrived.folder.name, None)
 
     def _is_complete(self, folder: Path, coming: _Coming) -> bool:
-        if not (folder / "series.json").is_file():
-            return False
         expected = _read(folder).get("expected")
-        count = sum(1 for _ in folder.glob("*.dcm"))
+        count = len(_slices(folder))
         if expected is not None and count >= int(expected):
             return True
         return not coming.associations and time.monotonic() - coming.latest >= self.quiet and count > 0
 
     def _described(self, folder: Path, dataset: Any, uid: str) -> dict[str, Any]:
-        if (folder / "series.json").is_file():
+        if (folder / DESCRIBED).is_file():
             return _read(folder)
         described = {
             "uid": uid,
-            "site": site_name(dataset, self.rule),
+            "site": self.rule.site(dataset),
             "patient": _patient(dataset),
             "expected": _count(dataset),
         }
-        write_atomically(folder / "series.json", json.dumps(described), mode=PRIVATE)
+        write_atomically(folder / DESCRIBED, json.dumps(described), mode=PRIVATE)
         return described
 
 
-def site_name(dataset: Any, rule: str) -> str:
-    """`{StationName}/{ProtocolName}` with the values of a header; what is missing is called unknown."""
-    import re
-
-    def value(match: "re.Match[str]") -> str:
-        found = str(getattr(dataset, match[1], "") or "unknown")
-        return "".join(letter if letter.isprintable() else " " for letter in found).strip() or "unknown"
-
-    return re.sub(r"\{(\w+)\}", value, rule)[:200].strip() or "unknown"
+def _slices(folder: Path) -> tuple[str, ...]:
+    return tuple(sorted(file.name for file in folder.glob("*.dcm")))
 
 
 def _required(dataset: Any, name: str) -> str:
@@ -155,11 +163,8 @@ def _required(dataset: Any, name: str) -> str:
 
 def _count(dataset: Any) -> int | None:
     """How many slices the series has, if the header says."""
-    for name in ("NumberOfSeriesRelatedInstances",):
-        value = getattr(dataset, name, None)
-        if value is not None and str(value).strip().isdigit():
-            return int(value)
-    return None
+    value = str(getattr(dataset, "NumberOfSeriesRelatedInstances", "")).strip()
+    return int(value) if value.isdigit() else None
 
 
 def _patient(dataset: Any) -> str:
@@ -174,9 +179,7 @@ def _hash(text: str) -> str:
 
 def _read(folder: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads((folder / "series.json").read_text("utf-8"))
+        found: dict[str, Any] = json.loads((folder / DESCRIBED).read_text("utf-8"))
         return found
     except (OSError, ValueError) as error:
-        raise StateError(
-            f"{folder / 'series.json'} cannot be read; remove the folder and send the series again"
-        ) from error
+        raise StateError(f"{folder / DESCRIBED} cannot be read; remove the folder and send the series again") from error

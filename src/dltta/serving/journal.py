@@ -50,6 +50,8 @@ class Journal:
         self.path, self.head_file, self.signer = path, head_file, signer
         self.last = START  # the hash of the last line
         self.size = 0  # bytes of all whole groups
+        with on_disk_readable(path):
+            self._end = _size(path)  # with what a crash left behind the last whole group
         head = read_head(head_file, signer)
         seen = head is not None and START in head
         for group in walk(path, signer):
@@ -74,14 +76,19 @@ class Journal:
 
     def mark(self) -> None:
         """Write the head, and remove what a crash left of a group behind the last whole one."""
+        self._require_own_end()
         with on_disk(self.path):
             if _size(self.path) > self.size:
                 _write(self.path, self.size, b"")
+        self._end = self.size
         with on_disk(self.head_file):
             write_head(self.head_file, Head(self.last, self.last), self.signer)
 
     def append(self, entries: Sequence[Mapping[str, Any]]) -> list[Line]:
-        """Add a group of lines, each with its `of`; on return it is on the disk."""
+        """Add a group of lines, each with its `of`; on return it is on the disk.
+
+        Raises if the file has grown since this journal wrote it: then somebody else did, and their lines stay.
+        """
         lines: list[Line] = []
         texts, end, last = [], self.size, self.last
         for entry in entries:
@@ -89,16 +96,23 @@ class Journal:
             texts.append(render(chained))
             lines.append(Line(end, end + len(texts[-1]), chained))
             end, last = lines[-1].end, chained["hash"]
+        self._require_own_end()
         with on_disk(self.head_file):
             write_head(self.head_file, Head(self.last, last), self.signer, wait=True)
         with on_disk(self.path):
             _write(self.path, self.size, b"".join(texts))
             if self.size == 0:
                 sync_folder(self.path.parent)
-        self.last, self.size = last, end
+        self.last, self.size, self._end = last, end, end
         with on_disk(self.head_file):
             write_head(self.head_file, Head(last, last), self.signer)
         return lines
+
+    def _require_own_end(self) -> None:
+        """Raise if the file has grown since this journal read or wrote it."""
+        with on_disk(self.path):
+            if _size(self.path) > self._end:
+                raise StateError(f"{self.path}: another process wrote this log; this one stops")
 
 
 def chain(entry: Mapping[str, Any], previous: str, signer: Signer | None = None) -> Fields:

@@ -5,18 +5,23 @@ STATE/
   keys/3f…/stream/      the stream of that site, as `dltta adapt` writes it (`record.py`)
   keys/3f…/leases/      who may write it (`lease.py`)
   keys/3f…/previews/    pictures of the latest cases for the page
+  keys/3f…/paused       there while the site takes no images
   spool/                requests while they are worked on
+  lock                  held by the service that works here
 """
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dltta.errors import SettingError, StateError
 from dltta.files import PRIVATE, PRIVATE_FOLDER, make_folder, write_atomically
 from dltta.serving.journal import on_disk
+from dltta.serving.lock import locked
 from dltta.serving.record import LOG
 
 LONGEST = 200  # characters of a site's name
@@ -92,6 +97,19 @@ class KeyFolders:
             except (OSError, ValueError, TypeError, SettingError) as error:
                 raise StateError(f"{folder / 'key.json'} was altered; restore it or remove the folder") from error
             yield key
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Only one service at a time works on a state folder."""
+        with on_disk(self.root):
+            make_folder(self.root, mode=PRIVATE_FOLDER)
+        return locked(self.root / "lock", f"{self.root}: another service works here; stop it, or choose another folder")
+
+    def paused(self, key: Key) -> bool:
+        return (self.folder(key) / "paused").is_file()
+
+    def forget(self, key: Key) -> None:
+        """Remove a site that has no answer."""
+        shutil.rmtree(self.folder(key), ignore_errors=True)
 
     def has_stream(self, key: Key) -> bool:
         return (self.stream(key) / LOG).is_file()

@@ -4,9 +4,10 @@ KEY/leases/000007.json   {"owner": …}; created exclusively, so that each numbe
 
 A lock of the operating system ends with its process, but other machines may not see it. So whoever opens a site takes
 the next number, and looks before every write whether a higher one was taken since: a machine that was cut off and
-comes back finds its successor and stops. The number stands in every line of the log (`fence`).
+comes back finds its successor and stops. It looks once more after the write and before it answers: a successor that
+came in between may not have read the line, so the line does not count. The number stands in every line (`fence`).
 
-What remains is the moment between that look and the write behind it, on storage that shows new files late.
+Who was stopped between the look and the write finds the log longer than it left it (`journal.py`) and stops too.
 """
 
 import json
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from dltta.errors import StateError
 from dltta.files import PRIVATE, PRIVATE_FOLDER, make_folder, open_in_place
-from dltta.serving.journal import on_disk
+from dltta.serving.journal import on_disk, on_disk_readable
 
 KEEP = 8  # files of earlier holders
 
@@ -34,7 +35,8 @@ class Lease:
 
     def require(self) -> None:
         """Raise unless nobody took over."""
-        newest = max(self._numbers(), default=0)
+        with on_disk_readable(self.folder):
+            newest = max(self._numbers(), default=0)
         if newest != self.token:
             raise LeaseLostError(f"{self.folder.parent}: another process took this site over; this one stops")
 

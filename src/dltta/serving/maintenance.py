@@ -7,15 +7,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
 from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor, nn
 
 from dltta.config import make_adapter
-from dltta.core.ensemble import AnyAdapter
+from dltta.core.ensemble import AnyAdapter, Ensemble
 from dltta.data.formats.format import Image
 from dltta.errors import SettingError, StateError
 from dltta.files import write_atomically
 from dltta.methods import Method
+from dltta.models.folds import each
 from dltta.models.io.bundle.export import export_bundle
 from dltta.models.io.checkpoint import save_checkpoint
 from dltta.models.io.opened import OpenedModel
@@ -29,7 +31,10 @@ from dltta.serving.record import LOG, STATE, require_schema
 from dltta.serving.signing import Signer
 from dltta.serving.state import StateFolder, Version
 
-STORED = {"test_mean": "running_mean", "test_variance": "running_var"}  # what `Running` keeps, and what torch calls it
+STORED = {  # what layers keep along a stream, and what torch calls it
+    "test_mean": "running_mean", "test_variance": "running_var",  # `Running`, NOTE
+    "robust_mean": "running_mean", "robust_variance": "running_var",  # RoTTA
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,10 +86,10 @@ def show_version(output: Path, number: int | None = None) -> dict[str, Any]:
     }
 
 
-def roll_back(output: Path, number: int, key: Path | None = None) -> int:
+def roll_back(output: Path, number: int, key: Path | None = None, note: Mapping[str, Any] | None = None) -> int:
     """Continue from an older version; the log keeps what happened since. Returns the number of the new version.
 
-    A signed stream needs the file with its key.
+    A signed stream needs the file with its key. `note` is what the line says besides.
     """
     require_log(output)
     folder = StateFolder(output / STATE)
@@ -96,7 +101,7 @@ def roll_back(output: Path, number: int, key: Path | None = None) -> int:
         folder.copy(number, sha256, new)
         oldest = folder.oldest()
         line = {"event": "rollback", "to": number, "state": new, "state_sha256": sha256, "oldest_state": oldest}
-        index.append([line])
+        index.append([{**line, **(note or {})}])
         folder.forget(oldest)
     return new
 
@@ -138,23 +143,24 @@ def export(
 
 
 def adapted_model(output: Path, opened: OpenedModel, number: int | None = None) -> tuple[Version, OpenedModel]:
-    """The network that the stream's method starts from, with the parameters that the stream moved.
+    """The network that the stream's method starts from, with the parameters that the stream moved, a teacher's first.
 
-    Statistics that went along with the stream (`running`) are stored in it; otherwise those of the source stay.
+    Statistics that went along with the stream (`running`, NOTE, RoTTA) are stored in it; else those of the source stay.
     """
     folder, version = _version(output, number)
     begun = folder.description()
     if begun.get("network") != opened.fingerprint:
         raise StateError(f"{output} adapted another network than this one; give the model that it was begun with")
-    opened = opened.for_method(_method(folder, begun))
+    method, live = _method(folder, begun), live_adapter(output, opened, number)
+    opened = opened.for_method(method)
     model = copy.deepcopy(opened.model)
     own = dict(model.named_parameters())
     added = [name for name in version.state["extra"]["adapted"] if name not in own]
     if added:
         raise SettingError(f"the method put {added[0]!r} into the network, which a plain network cannot hold")
-    for name in version.state["extra"]["adapted"]:
-        own[name].data.copy_(version.state["moving"][name])
-    _store_statistics(model, version.state["moving"])
+    pairs = zip(each(model), live.members, strict=True) if isinstance(live, Ensemble) else [(model, live)]
+    for plain, adapter in pairs:
+        _take_over(plain, getattr(adapter.objective, "teacher", None) or adapter.model)
     return version, replace(opened, model=model)
 
 
@@ -192,13 +198,17 @@ def _differing(one: Tensor, other: Tensor) -> float:
     return (one.argmax(dim=1) != other.argmax(dim=1)).float().mean().item()
 
 
-def _store_statistics(model: nn.Module, moving: Mapping[str, Tensor]) -> None:
-    """Mean and variance that a method kept along the stream, as stored statistics of the layers they belong to."""
-    for name, value in moving.items():
-        layer, _, kept = name.rpartition(".")
-        if kept in STORED:
-            stored = getattr(model.get_submodule(layer), STORED[kept])
-            stored.copy_(value)
+@torch.no_grad()
+def _take_over(plain: nn.Module, network: nn.Module) -> None:
+    """The parameters of the network that predicts, and mean and variance that it kept along the stream."""
+    own = dict(plain.named_parameters())
+    for name, parameter in network.named_parameters():
+        if name in own:
+            own[name].copy_(parameter)
+    for name, layer in network.named_modules():
+        for kept, stored in STORED.items():
+            if (value := layer._buffers.get(kept)) is not None:
+                getattr(plain.get_submodule(name), stored).copy_(value)
 
 
 def _method(folder: StateFolder, begun: Mapping[str, Any]) -> str:

@@ -19,15 +19,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dltta.data.formats.dicom import read_header
 from dltta.errors import DataError, DlttaError, SettingError
 from dltta.files import write_atomically
 from dltta.models.io.opening import ModelSource
 from dltta.recipes import recipe_for
-from dltta.serving.inbound import SITE, Arrived, site_name
+from dltta.serving.inbound import packed
 from dltta.serving.node import OwnShard, Predicted
 from dltta.serving.session import Request
 from dltta.serving.settings import StreamSettings
 from dltta.serving.shard import Shard, ShardSettings
+from dltta.serving.site_rule import USUAL, SiteRule
 
 KNOWN = {"model", "state", "method", "site", "capture", "review_notification"}
 
@@ -52,9 +54,9 @@ def _settings(arriving: Path) -> Mapping[str, Any]:
         task = json.loads((arriving / "task.json").read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{arriving / 'task.json'} cannot be read ({error}); is this a folder of mercure?") from error
-    process = task.get("process") or {}
+    process = task.get("process") if isinstance(task, dict) else None
     process = process[0] if isinstance(process, list) and process else process
-    settings = process.get("settings") or {} if isinstance(process, dict) else {}
+    settings = process.get("settings") if isinstance(process, dict) else None
     if not isinstance(settings, dict) or "model" not in settings:
         raise SettingError('the module\'s settings name no model; write {"model": "/path/in/the/container"}')
     unknown = sorted(set(settings) - KNOWN)
@@ -77,25 +79,20 @@ def _predict(
     backend: OwnShard, uid: str, files: list[Path], leaving: Path, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """One series: its segmentation into the folder; its line, or what is wrong with it."""
-    from pydicom import dcmread
+    try:
+        site = SiteRule(str(settings.get("site", USUAL))).site(read_header(files[0]))
+    except DataError as error:
+        return {"problem": str(error)}
+    predicted: Predicted = backend.predict(site, Request(uid, "series.zip", packed(files)))
+    if predicted.line is None or predicted.segmentation is None:
+        return {"problem": predicted.problem or "no segmentation"}
+    write_atomically(leaving / f"{uid}#seg.dcm", predicted.segmentation)
+    if settings.get("capture"):
+        from dltta.serving.capture import secondary_capture
 
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        for file in files:
-            (folder / file.name.rpartition("#")[2]).write_bytes(file.read_bytes())
-        header = dcmread(files[0], stop_before_pixels=True)
-        site = site_name(header, str(settings.get("site", SITE)))
-        arrived = Arrived(uid, site, folder)
-        predicted: Predicted = backend.predict(site, Request(uid, "series.zip", arrived.content()))
-        if predicted.line is None or predicted.segmentation is None:
-            return {"problem": predicted.problem or "no segmentation"}
-        write_atomically(leaving / f"{uid}#seg.dcm", predicted.segmentation)
-        if settings.get("capture"):
-            from dltta.serving.capture import secondary_capture
-
-            write_atomically(
-                leaving / f"{uid}#capture.dcm", secondary_capture(folder, predicted.segmentation, predicted.line)[1]
-            )
+        write_atomically(
+            leaving / f"{uid}#capture.dcm", secondary_capture(files, predicted.segmentation, predicted.line)[1]
+        )
     kept = ("sequence", "decision", "reason", "detail", "quality", "quality_low", "quality_high", "review")
     return {name: predicted.line[name] for name in kept if name in predicted.line}
 

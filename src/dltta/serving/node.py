@@ -3,8 +3,9 @@
 scanner ── C-STORE ──► arriving/ ── complete ──► session of its site ──► outbox/ ── C-STORE or STOW-RS ──► archive
 
 Every arrow ends on the disk, so a node that is killed anywhere goes on where it was: a slice is acknowledged when it is
-written, a series goes when its segmentation is in the outbox, a segmentation goes when its destination has it. The UID
-of the series is the request's id: a study that is sent again is predicted and sent on once.
+written, a series goes when its segmentation is in the outbox, a segmentation goes when its destination has it. The
+request's id follows from the UIDs of the series and its slices: a study that is sent again is predicted and sent on
+once, a series to which slices were added is predicted once more.
 """
 
 import json
@@ -13,17 +14,18 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from dltta.errors import DataError, SettingError, StateError
 from dltta.files import PRIVATE, PRIVATE_FOLDER, make_folder, write_atomically
-from dltta.serving.inbound import SITE, Arrived, Inbound, OtherPatientError
-from dltta.serving.journal import Fields, on_disk
+from dltta.serving.inbound import Arrived, Inbound, OtherPatientError, packed
+from dltta.serving.journal import Fields, on_disk, on_disk_readable
 from dltta.serving.keys import Key
-from dltta.serving.outbox import NEEDS_DICOM, Destination, Outbox
+from dltta.serving.outbox import NEEDS_DICOM, Destination, Outbox, Retries
 from dltta.serving.session import Request
+from dltta.serving.site_rule import SiteRule
 
 LOG = logging.getLogger("dltta.node")
 SUCCESS, NOT_AUTHORIZED = 0x0000, 0x0124
@@ -91,7 +93,7 @@ class NodeSettings:
     host: str = "127.0.0.1"
     port: int = 11112
     peers: tuple[str, ...] = ()  # AET or AET@HOST that may send; empty: anybody who can reach it
-    rule: str = SITE
+    rule: SiteRule = field(default_factory=SiteRule)
     quiet: float = 10.0
     capture: bool = False  # also send a picture with the overlay and the quality in words
     tls: ssl.SSLContext | None = None
@@ -108,6 +110,7 @@ class Node:
         with on_disk(self._done):
             make_folder(self._done, mode=PRIVATE_FOLDER)
         self._server: Any = None
+        self._retries = Retries()
 
     # receiving
 
@@ -186,12 +189,16 @@ class Node:
         """Predict what is complete and send what waits; how many series were dealt with."""
         dealt = 0
         for arrived in self.inbound.complete():
+            if not self._retries.due(arrived.request):
+                continue
             try:
                 self._predict(arrived)
+                self.inbound.forget(arrived)
             except StateError as error:  # the disk or the service: the series stays and is tried again
-                record("failed", why=str(error))
+                pause = self._retries.failed(arrived.request)
+                record("failed", why=f"{error}; tried again in {pause:.0f} s")
                 continue
-            self.inbound.forget(arrived)
+            self._retries.succeeded(arrived.request)
             dealt += 1
         delivered, problems = self.outbox.flush()
         if delivered:
@@ -202,24 +209,37 @@ class Node:
 
     def _predict(self, arrived: Arrived) -> None:
         mark = self._done / f"{arrived.folder.name}.json"
-        if mark.is_file():
+        known = self._known(mark)
+        if known.issuperset(arrived.slices):
             record("again", series=arrived.folder.name)
             return
-        predicted = self.backend.predict(arrived.site, Request(arrived.uid, "series.zip", arrived.content()))
+        with on_disk_readable(arrived.folder):
+            request = Request(arrived.request, "series.zip", packed(arrived.files))
+        predicted = self.backend.predict(arrived.site, request)
         if predicted.line is None or predicted.segmentation is None:
             record("unusable", series=arrived.folder.name, why=predicted.problem or "no segmentation")
             return
         for name, content in self._objects(arrived, predicted):
             self.outbox.put(name, content)
         with on_disk(mark):
-            write_atomically(mark, json.dumps({"sequence": predicted.line.get("sequence")}), mode=PRIVATE)
+            write_atomically(mark, json.dumps({"slices": sorted(known.union(arrived.slices))}), mode=PRIVATE)
         record(
             "predicted",
             series=arrived.folder.name,
+            slices=len(arrived.slices),
             decision=predicted.line.get("decision"),
             quality=predicted.line.get("quality"),
             review=predicted.line.get("review"),
         )
+
+    def _known(self, mark: Path) -> frozenset[str]:
+        """Slices of a series whose prediction is in the outbox or was sent."""
+        if not mark.is_file():
+            return frozenset()
+        try:
+            return frozenset(json.loads(mark.read_text("utf-8"))["slices"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StateError(f"{mark} cannot be read; remove it, and the series is predicted again") from error
 
     def _objects(self, arrived: Arrived, predicted: Predicted) -> list[tuple[str, bytes]]:
         from io import BytesIO
@@ -232,7 +252,7 @@ class Node:
         if self.settings.capture:
             from dltta.serving.capture import secondary_capture
 
-            objects.append(secondary_capture(arrived.folder, segmentation, predicted.line or {}))
+            objects.append(secondary_capture(arrived.files, segmentation, predicted.line or {}))
         return objects
 
 

@@ -1,5 +1,8 @@
 """Predictions on their way to other systems: kept until each destination has them, over restarts.
 
+A process that is killed between the destination's answer and the removal of the mark sends the object again: the same
+bytes under the same UID, so an archive has it once.
+
 STATE/outbox/NAME.dcm           what is to be sent; NAME is its SOP instance UID
 STATE/outbox/NAME.DESTINATION   to be sent there; removed when it was
 """
@@ -8,10 +11,11 @@ import hashlib
 import ssl
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from dltta.errors import SettingError
 from dltta.files import PRIVATE, PRIVATE_FOLDER, make_folder, write_atomically
@@ -19,6 +23,8 @@ from dltta.serving.journal import on_disk
 
 NEEDS_DICOM = "a DICOM node needs pynetdicom; install it: pip install 'dltta[dicom]'"
 LONGEST_WAIT = 300.0  # seconds between two tries
+PATIENCE = 30  # seconds for an answer of a destination
+STORED = (0x0000, 0xB000, 0xB006, 0xB007)  # the last three with a warning: elements were changed or left out
 
 
 class Destination(Protocol):
@@ -39,6 +45,16 @@ class SendError(Exception):
 
 
 @dataclass(frozen=True)
+class Certificates:
+    """What a node shows to others, and whom it trusts; without `trusted` those that the machine trusts."""
+
+    context: ssl.SSLContext
+    certificate: Path
+    key: Path
+    trusted: Path | None = None
+
+
+@dataclass(frozen=True)
 class Peer:
     """A DICOM node that takes C-STORE: AET@HOST:PORT."""
 
@@ -47,7 +63,7 @@ class Peer:
     host: str
     port: int
     own_title: str
-    tls: ssl.SSLContext | None = None
+    tls: Certificates | None = None
 
     def send(self, file: Path) -> None:
         from pydicom import dcmread
@@ -56,18 +72,21 @@ class Peer:
         dataset = dcmread(file)
         entity = AE(ae_title=self.own_title)
         entity.add_requested_context(dataset.SOPClassUID, dataset.file_meta.TransferSyntaxUID)
-        entity.acse_timeout = entity.dimse_timeout = entity.network_timeout = 30
-        tls: Any = None if self.tls is None else (self.tls, self.host)
-        association = entity.associate(self.host, self.port, ae_title=self.title, tls_args=tls)
+        entity.acse_timeout = entity.dimse_timeout = entity.network_timeout = PATIENCE
+        tls: Any = None if self.tls is None else (self.tls.context, self.host)
+        try:
+            association = entity.associate(self.host, self.port, ae_title=self.title, tls_args=tls)
+        except OSError as error:  # no such host
+            raise SendError(error.strerror or str(error)) from error
         if not association.is_established:
             raise SendError("no association")
         try:
             status = association.send_c_store(dataset)
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:  # no common transfer syntax; the peer hung up
             raise SendError(str(error)) from error
         finally:
             association.release()
-        if not status or status.Status != 0x0000:
+        if not status or status.get("Status") not in STORED:
             raise SendError(f"status {status.Status:#06x}" if status else "the connection broke")
 
 
@@ -75,33 +94,89 @@ class Peer:
 class Web:
     """A DICOMweb server that takes STOW-RS: an http or https address."""
 
-    name: str
+    name: str  # without user and password
+    login: tuple[str, str] | None = field(default=None, repr=False)
+    tls: Certificates | None = None
 
     def send(self, file: Path) -> None:
         import requests
         from dicomweb_client.api import DICOMwebClient
         from pydicom import dcmread
 
-        parts = urlsplit(self.name)
-        plain = f"{parts.scheme}://{parts.hostname}{f':{parts.port}' if parts.port else ''}{parts.path}"
-        session = requests.Session()
-        if parts.username:
-            session.auth = (parts.username, parts.password or "")
+        client = DICOMwebClient(self.name, session=_session(self.login, self.tls), timeout=PATIENCE)
+        client.set_http_retry_params(retry=False)  # the outbox does that, and meanwhile others are served
         try:
-            DICOMwebClient(plain, session=session).store_instances([dcmread(file)])
+            answer = client.store_instances([dcmread(file)])
         except (requests.RequestException, OSError) as error:
             raise SendError(str(error)) from error
+        if failed := answer.get("FailedSOPSequence"):
+            raise SendError(f"refused, reason {failed[0].get('FailureReason', 0):#06x}")
 
 
-def parse_destination(text: str, own_title: str, tls: ssl.SSLContext | None = None) -> Destination:
-    """`AET@HOST:PORT`, or the address of a DICOMweb server."""
-    if text.startswith(("http://", "https://")):
-        return Web(text)
-    title, at, place = text.partition("@")
-    host, colon, port = place.rpartition(":")
-    if not (title and at and host and colon and port.isdigit()) or len(title) > 16:
+def _session(login: tuple[str, str] | None, tls: Certificates | None) -> Any:
+    """Of requests; with its every request our certificates, which variables of the environment would replace."""
+    import requests
+
+    session: Any = requests.Session()
+    session.auth = login
+    if tls is not None:
+        trusted = True if tls.trusted is None else str(tls.trusted)
+        session.request = partial(session.request, cert=(str(tls.certificate), str(tls.key)), verify=trusted)
+    return session
+
+
+def parse_destination(text: str, own_title: str, tls: Certificates | None = None) -> Destination:
+    """`AET@HOST:PORT`, or the address of a DICOMweb server, with `user:password@` before the host if it asks."""
+    found = _web(text, tls) if text.startswith(("http://", "https://")) else _peer(text, own_title, tls)
+    if found is None:
         raise SettingError(f"{text!r} is no destination; write AET@HOST:PORT, or http://HOST/dicom-web")
-    return Peer(text, title, host, int(port), own_title, tls)
+    return found
+
+
+def _web(text: str, tls: Certificates | None) -> Web | None:
+    parts = urlsplit(text)
+    place = parts.netloc.rpartition("@")[2]
+    port = place.rpartition(":")[2] if ":" in place.rpartition("]")[2] else "80"
+    if not parts.hostname or not _is_port(port):
+        return None
+    login = None if parts.username is None else (unquote(parts.username), unquote(parts.password or ""))
+    return Web(parts._replace(netloc=place).geturl(), login, tls)
+
+
+def _peer(text: str, own_title: str, tls: Certificates | None) -> Peer | None:
+    title, _, place = text.partition("@")
+    host, _, port = place.rpartition(":")
+    if not (valid_title(title) and host and _is_port(port)):
+        return None
+    return Peer(text, title, host.strip("[]"), int(port), own_title, tls)
+
+
+def _is_port(text: str) -> bool:
+    return text.isdecimal() and 0 < int(text) < 65536
+
+
+def valid_title(text: str) -> bool:
+    """Whether it can be the title of an application entity: 1 to 16 ASCII characters, none of them special."""
+    return bool(text.strip()) and len(text) <= 16 and text.isascii() and text.isprintable() and "\\" not in text
+
+
+class Retries:
+    """When is something tried again? At once, then after 1, 2, 4 … seconds, at most `LONGEST_WAIT`."""
+
+    def __init__(self) -> None:
+        self._next: dict[object, tuple[float, float]] = {}  # when, and how long to wait after that
+
+    def due(self, what: object) -> bool:
+        return time.monotonic() >= self._next.get(what, (0.0, 0.0))[0]
+
+    def failed(self, what: object) -> float:
+        """How many seconds it waits."""
+        pause = self._next.get(what, (0.0, 1.0))[1]
+        self._next[what] = time.monotonic() + pause, min(2 * pause, LONGEST_WAIT)
+        return pause
+
+    def succeeded(self, what: object) -> None:
+        self._next.pop(what, None)
 
 
 class Outbox:
@@ -110,7 +185,7 @@ class Outbox:
     def __init__(self, root: Path, destinations: Sequence[Destination]) -> None:
         self.folder = root / "outbox"
         self.destinations = {_label(each.name): each for each in destinations}
-        self._next: dict[Path, tuple[float, float]] = {}  # mark: when to try again, and how long to wait after that
+        self._retries = Retries()
         with on_disk(self.folder):
             make_folder(self.folder, mode=PRIVATE_FOLDER)
 
@@ -134,17 +209,16 @@ class Outbox:
         """Try everything whose time has come: how many were delivered, and one sentence for each that was not."""
         delivered, problems = 0, []
         for file, mark, label in self.waiting():
-            due, pause = self._next.get(mark, (0.0, 1.0))
-            if time.monotonic() < due:
+            if not self._retries.due(mark):
                 continue
             try:
                 self.destinations[label].send(file)
             except (SendError, OSError) as error:
-                self._next[mark] = time.monotonic() + pause, min(2 * pause, LONGEST_WAIT)
+                pause = self._retries.failed(mark)
                 problems.append(f"{self.destinations[label].name}: {error}; tried again in {pause:.0f} s")
                 continue
             mark.unlink()
-            self._next.pop(mark, None)
+            self._retries.succeeded(mark)
             delivered += 1
             if not any(other.stem == file.stem and other != file for other in self.folder.iterdir()):
                 file.unlink(missing_ok=True)

@@ -4,9 +4,10 @@ import asyncio
 import hashlib
 import hmac
 import secrets
+import time
 from html import escape
 from importlib.resources import files
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlencode
 
 from fastapi import FastAPI, Form, HTTPException, Query, Request
@@ -16,12 +17,19 @@ from dltta.quality.decision import Outcome
 from dltta.serving.access import Grant, Role
 from dltta.serving.charts import COLORS, line_chart
 from dltta.serving.journal import Fields
-from dltta.serving.service import Bearer, Service, change_mode, record, require
+from dltta.serving.service import Bearer, Service, record, require, respond_event
+from dltta.serving.shard import Mode
 from dltta.serving.views import RECENT, SiteView
 
 COOKIE = "dltta_token"
 _SECRET = secrets.token_bytes(32)  # of this process: forms of an earlier one are refused
 POLICY = "default-src 'none'; style-src 'self'; img-src 'self'; form-action 'self'; frame-ancestors 'none'"
+CHARTS = {  # fields of the log by what they are called here
+    "Expected quality, with its 90 % interval": "quality",
+    "Learning rate": "rate",
+    "Discrepancy to similar earlier predictions": "discrepancy",
+    "OOD score": "ood_score",
+}
 WORDS = {
     Outcome.ACCEPTED: "adapted, and the adapted model predicts",
     Outcome.IN_DISTRIBUTION: "looks like the source's images: the source model predicts",
@@ -77,7 +85,8 @@ def add_page(app: FastAPI) -> None:
         if view is None:
             raise HTTPException(404, "there is no such site")
         admin = grant.allows(Role.ADMIN, site)
-        return _html(site, _site(service, view, _form_token(request) if admin else None), refresh=15)
+        # a page with a form is not loaded again by itself: what was ticked would be lost
+        return _html(site, _site(service, view, _form_token(request) if admin else None), refresh=None if admin else 15)
 
     @app.get("/preview", include_in_schema=False)
     async def preview(
@@ -96,7 +105,7 @@ def add_page(app: FastAPI) -> None:
         grant: Bearer,
         site: Annotated[str, Form()],
         model: Annotated[str, Form()],
-        what: Annotated[str, Form()],
+        what: Annotated[Mode | Literal["rollback"], Form()],
         form_token: Annotated[str, Form()],
         version: Annotated[int | None, Form()] = None,
         sure: Annotated[str | None, Form()] = None,
@@ -111,13 +120,9 @@ def add_page(app: FastAPI) -> None:
         if what == "rollback":
             if sure is None or version is None:
                 raise HTTPException(422, "tick the box to confirm, and name a version")
-            reply = await service.cluster.roll_back(key, version)
-            if reply.line is None:
-                raise HTTPException(409, reply.detail or "this site has no stream")
-        elif what in ("live", "shadow", "pause", "continue"):
-            await change_mode(service, key, what)
+            await respond_event(service.cluster.roll_back(key, version, grant.name))
         else:
-            raise HTTPException(422, "unknown change")
+            await respond_event(service.cluster.change(key, what, grant.name))
         return RedirectResponse(f"/site?{urlencode({'site': site, 'model': model})}", 303)
 
 
@@ -147,9 +152,9 @@ def _home(service: Service, views: list[SiteView]) -> str:
     if not views:
         return "<h2>Sites</h2><p>No image has arrived yet. Send one to <code>/v1/images</code>.</p>"
     alarms = [view for view in views if view.alarm]
-    total = sum(len(view.cases) for view in views)
+    total = sum(view.answered for view in views)
     top = (
-        '<div class="cards">'
+        '<div class="cards few">'
         f'<div class="card"><span class="soft">sites</span><div class="big">{len(views)}</div></div>'
         f'<div class="card"><span class="soft">images answered</span><div class="big">{total:,}</div></div>'
         f'<div class="card"><span class="soft">waiting now</span><div class="big">{service.cluster.waiting}</div></div>'
@@ -164,38 +169,56 @@ def _card(service: Service, view: SiteView) -> str:
     address = urlencode({"site": view.key.site, "model": view.key.model})
     quality = "" if view.quality is None else f'<div>expected quality <span class="big">{view.quality:.2f}</span></div>'
     alarm = "" if view.alarm is None else f'<div class="alarm">{escape(view.alarm)}</div>'
-    review = f'<span class="warn">{view.to_review} to review</span>' if view.to_review else "none to review"
+    review = f'<strong class="warn">{view.to_review} to review</strong>' if view.to_review else "none to review"
+    among = f" of the latest {len(view.recent)}" if view.answered > len(view.recent) else ""
     return (
         f'<a class="card" href="/site?{escape(address)}"><strong>{escape(view.key.site)}</strong>'
         f'<span class="soft">{escape(view.key.model)}</span> <span class="badge">{_mode(service, view)}</span>{quality}'
-        f"<div>{len(view.cases):,} images, {review} of the latest {len(view.recent)}</div>{alarm}</a>"
+        f"<div>{_images(view)}, {review}{among}</div>{alarm}</a>"
     )
 
 
+def _images(view: SiteView) -> str:
+    return f"{_counted(view.answered, 'image')}, the last {_ago(view.latest)}"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _ago(moment: float) -> str:
+    """How long ago, in the largest unit that fits."""
+    seconds = max(0.0, time.time() - moment)
+    for size, unit in ((86400, "day"), (3600, "hour"), (60, "minute")):
+        if seconds >= size:
+            return f"{_counted(int(seconds // size), unit)} ago"
+    return "just now"
+
+
 def _mode(service: Service, view: SiteView) -> str:
-    return "paused" if view.key in service.paused else escape(view.deployment)
+    return "paused" if service.folders.paused(view.key) else escape(view.deployment)
 
 
 def _site(service: Service, view: SiteView, form_token: str | None) -> str:
-    recent = view.recent
+    recent = list(view.recent)
     colors = [COLORS.get(str(line.get("decision")), "var(--blue)") for line in recent]
 
     def series(name: str) -> list[float | None]:
         return [None if line.get(name) is None else float(line[name]) for line in recent]
 
-    charts = [
-        line_chart(
-            "Expected quality, with its 90 % interval",
-            series("quality"),
-            low=series("quality_low"),
-            high=series("quality_high"),
+    charts = {
+        title: line_chart(
+            title,
+            series(name),
+            low=series(f"{name}_low"),
+            high=series(f"{name}_high"),
             colors=colors,
-            span=(0.0, 1.0),
-        ),
-        line_chart("Learning rate", series("rate"), colors=colors),
-        line_chart("Discrepancy to similar earlier predictions", series("discrepancy"), colors=colors),
-        line_chart("Out-of-distribution score", series("ood_score"), colors=colors),
-    ]
+            span=(0.0, 1.0) if name == "quality" else None,
+        )
+        for title, name in CHARTS.items()
+    }
+    missing = ", ".join(title.lower() for title, chart in charts.items() if chart is None)
+    none = f'<p class="soft">Not recorded by this method: {escape(missing)}.</p>' if missing else ""
     legend = " ".join(
         f'<span class="badge"><span class="dot {escape(str(outcome))}" aria-hidden="true">●</span> '
         f"{escape(str(outcome))}: {view.decisions[str(outcome)]}</span>"
@@ -204,9 +227,12 @@ def _site(service: Service, view: SiteView, form_token: str | None) -> str:
     )
     alarm = "" if view.alarm is None else f'<p class="alarm" role="alert">{escape(view.alarm)}</p>'
     return (
+        f'<p class="back"><a href="/">← all sites</a></p>'
         f'<h2>{escape(view.key.site)} <span class="badge">{_mode(service, view)}</span></h2>'
-        f'<p class="soft">model {escape(view.key.model)}, {len(view.cases):,} images, version {view.version}</p>{alarm}'
-        f"{''.join(charts)}<p>{legend}</p><h2>Latest cases</h2>{_pictures(service, view)}{_cases(recent)}"
+        f'<p class="soft">model {escape(view.key.model)}, {_images(view)}, version {view.version} of what was learned'
+        f"</p>{alarm}<h2>The latest {_counted(len(recent), 'image')}, oldest left</h2>"
+        f'<div class="charts">{"".join(chart for chart in charts.values() if chart is not None)}</div>{none}'
+        f"<p>{legend}</p><h2>Latest cases</h2>{_pictures(service, view)}{_cases(recent)}"
         f"{_events(view)}{_controls(service, view, form_token) if form_token else ''}"
     )
 
@@ -218,25 +244,26 @@ def _pictures(service: Service, view: SiteView) -> str:
         number = int(line.get("sequence", 0))
         if len(shown) < 4 and (folder / f"{number:08d}.png").is_file():
             address = urlencode({"site": view.key.site, "model": view.key.model, "number": number})
-            words = f"Image {number}: as it came, source model's prediction, prediction given."
+            words = f"Image {number}: as it came, the source model's prediction, the prediction given"
             shown.append(
-                f'<figure><img loading="lazy" src="/preview?{escape(address)}" alt="{escape(words)}">'
-                f'<figcaption class="soft">{escape(words)} {escape(_reason(line))}</figcaption></figure>'
+                '<figure><div class="three soft"><span>image</span><span>source model</span><span>given</span></div>'
+                f'<img loading="lazy" src="/preview?{escape(address)}" alt="{escape(words)}">'
+                f"<figcaption>#{number} {escape(_reason(line))}</figcaption></figure>"
             )
-    return "".join(shown)
+    return f'<div class="pictures">{"".join(shown)}</div>' if shown else ""
 
 
 def _cases(recent: list[Fields]) -> str:
     rows = "".join(
         f'<tr><td class="number">{line.get("sequence", "")}</td>'
-        f"<td>{escape(str(line.get('request', line['case'])))}</td>"
-        f"<td>{escape(_reason(line))}</td><td class=number>{_interval(line)}</td>"
-        f"<td>{'<span class=warn>review</span>' if line.get('review') else ''}</td></tr>"
+        f'<td class="request">{escape(str(line.get("request", line["case"])))}</td>'
+        f'<td class="why">{escape(_reason(line))}</td><td class="number">{_interval(line)}</td>'
+        f"<td>{'<strong class=warn>review</strong>' if line.get('review') else ''}</td></tr>"
         for line in reversed(recent[-20:])
     )
     return (
-        '<div class="scroll"><table><thead><tr><th>#</th><th>request</th><th>what was decided, and why</th>'
-        f"<th>expected quality</th><th></th></tr></thead><tbody>{rows}</tbody></table></div>"
+        "<table><thead><tr><th>#</th><th>request</th><th>what was decided, and why</th>"
+        f'<th class="number">expected quality</th><th></th></tr></thead><tbody>{rows}</tbody></table>'
     )
 
 
@@ -258,15 +285,21 @@ def _interval(line: Fields) -> str:
 
 
 def _events(view: SiteView) -> str:
-    events = [line for line in view.lines if line.get("event") in ("rollback", "mode")]
-    if not events:
+    if not view.changes:
         return ""
-    said = "".join(f"<li>{escape(_event(line))}</li>" for line in events[-10:])
+    said = "".join(f"<li>{escape(_event(line))}</li>" for line in view.changes)
     return f"<h2>Changes by hand</h2><ul>{said}</ul>"
 
 
 def _event(line: Fields) -> str:
-    return f"rolled back to version {line['to']}" if line["event"] == "rollback" else f"mode: {line['deployment']}"
+    said = {
+        "rollback": f"rolled back to version {line.get('to')}",
+        "mode": f"mode: {line.get('deployment')}",
+        "pause": "paused",
+        "continue": "continued",
+    }
+    by = f", by {line['by']}" if line.get("by") else ""
+    return f"{said[line['event']]}{by}"
 
 
 def _controls(service: Service, view: SiteView, form_token: str) -> str:
@@ -274,7 +307,7 @@ def _controls(service: Service, view: SiteView, form_token: str) -> str:
         f'<input type="hidden" name="{name}" value="{escape(value)}">'
         for name, value in (("site", view.key.site), ("model", view.key.model), ("form_token", form_token))
     )
-    paused = view.key in service.paused
+    paused = service.folders.paused(view.key)
     other = "live" if view.deployment == "shadow" else "shadow"
     buttons = (
         f'<form method="post" action="/site/change" class="inline">{hidden}'
@@ -289,7 +322,7 @@ def _controls(service: Service, view: SiteView, form_token: str) -> str:
     back = (
         f'<form method="post" action="/site/change" class="inline">{hidden}<label for="version">Roll back to version'
         f'</label><select id="version" name="version">{options}</select>'
-        '<label><input type="checkbox" name="sure" required> I am sure</label>'
+        '<label class="sure"><input type="checkbox" name="sure" required>I am sure</label>'
         '<button class="danger" name="what" value="rollback">Roll back</button></form>'
     )
     return f"<h2>Controls</h2>{buttons}{back}"

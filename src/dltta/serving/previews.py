@@ -35,6 +35,9 @@ def keep_preview(folder: Path, source: Predictor, session: Session, request: Req
     target = place / f"{int(line.get('sequence', 0)):08d}.png"
     if source.opened.task != "segmentation" or target.is_file():
         return
+    kept = sorted(place.glob("*.png"))
+    if len(kept) >= most and target < kept[0]:  # sent again; its picture has gone
+        return
     content = _picture(source, session, request)
     if content is None:
         return

@@ -32,6 +32,7 @@ class Record:
     """A stream that is begun, or continued where its log ends. The caller holds the lock of `folder`.
 
     `description` is what a continued stream must share with its beginning; it stands in the first line of the log.
+    `may_write` is asked before every write; it raises when the stream belongs to somebody else by now.
     """
 
     def __init__(
@@ -43,12 +44,13 @@ class Record:
         signer: Signer | None = None,
         *,
         resume: bool,
+        may_write: Callable[[], None] = lambda: None,
     ) -> None:
-        self.output, self.folder, self.adapter = output, folder, adapter
-        self.may_write: Callable[[], None] = lambda: None  # raises when the stream belongs to somebody else now
+        self.output, self.folder, self.adapter, self.may_write = output, folder, adapter, may_write
         journal = Journal(output / LOG, folder.head_file, signer)
         if journal.size and not resume:
             raise SettingError(f"{output} already holds a stream; add --resume to continue it, or choose another")
+        self.may_write()
         remove_parts(output)
         folder.clean()
         if journal.size:
@@ -64,6 +66,7 @@ class Record:
         )
         if self.table is not None:
             self.table.rewrite(line.entry for line in journal)
+        self.may_write()
         journal.mark()
         self.restore_adapter()
         folder.forget(self.index.oldest)
@@ -84,6 +87,7 @@ class Record:
         """Lines of cases with a prediction; on return they count."""
         self.require_folder()
         self.index.append(lines)
+        self.may_write()  # a successor that came meanwhile may not have seen these lines: they do not count
         if self.table is not None:
             self.table.append(lines)
 

@@ -4,19 +4,21 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dltta.errors import SettingError
-from dltta.files import PRIVATE_FOLDER, make_folder
 from dltta.models.io.opening import ModelSource
 from dltta.serving.access import Access
 from dltta.serving.cluster import NEEDS_SERVE, Cluster
-from dltta.serving.journal import on_disk
+from dltta.serving.keys import KeyFolders
 from dltta.serving.settings import StreamSettings
 from dltta.serving.shard import ShardSettings
+from dltta.serving.site_rule import SiteRule
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Serving:
     threads: int | None = None
     address: str | None = None
     device: str = "cpu"
+    rule: SiteRule = field(default_factory=SiteRule)
 
     def cluster(self) -> Cluster:
         cores = os.cpu_count() or 1
@@ -63,36 +66,50 @@ def run_service(serving: Serving, say: Callable[[str], None]) -> None:
     except ImportError as error:
         raise SettingError(NEEDS_SERVE) from error
     cluster = serving.cluster()
-    with on_disk(serving.root):
-        make_folder(serving.root, mode=PRIVATE_FOLDER)
     for source in serving.models.values():  # what is wrong with a model is said before anything starts
         source.open()
-    listener = _listen(serving.host, serving.port)
-    try:
-        cluster.start()
-        limits = Limits(serving.max_bytes, keys=serving.max_sites)
-        app = make_app(cluster, serving.access, limits=limits)
-        _log_to_stderr()
-        scheme = "http" if serving.tls_cert is None else "https"
-        host = f"[{serving.host}]" if ":" in serving.host else serving.host
-        say(f"dltta serves {', '.join(serving.models)} at {scheme}://{host}:{listener.getsockname()[1]}")
-        config = uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=120,
-            ssl_certfile=None if serving.tls_cert is None else str(serving.tls_cert),
-            ssl_keyfile=None if serving.tls_key is None else str(serving.tls_key),
-        )
-        for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again once it has stopped: not an error
-            signal.signal(number, lambda *_: None)
-        uvicorn.Server(config).run(sockets=[listener])
-    finally:
-        listener.close()
-        if cluster.started:
+    _require_certificate(serving)
+    with KeyFolders(serving.root).locked(), closing(_listen(serving.host, serving.port)) as listener:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while the shards start
+        try:
+            cluster.start()
+            limits = Limits(serving.max_bytes, keys=serving.max_sites)
+            app = make_app(cluster, serving.access, limits=limits, rule=serving.rule)
+            _log_to_stderr()
+            say(f"dltta serves {', '.join(serving.models)} at {_address(serving, listener)}")
+            config = uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=30,
+                timeout_graceful_shutdown=120,
+                ssl_certfile=None if serving.tls_cert is None else str(serving.tls_cert),
+                ssl_keyfile=None if serving.tls_key is None else str(serving.tls_key),
+            )
+            for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again once it has stopped: no error
+                signal.signal(number, lambda *_: None)
+            uvicorn.Server(config).run(sockets=[listener])
+        finally:
             cluster.stop()
+
+
+def _require_certificate(serving: Serving) -> None:
+    """Raise unless certificate and key can be used."""
+    if serving.tls_cert is None:
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(serving.tls_cert, serving.tls_key)
+    except OSError as error:
+        raise SettingError(
+            f"{serving.tls_cert} and its key cannot be used ({error.strerror or error}); give both as PEM"
+        ) from error
+
+
+def _address(serving: Serving, listener: socket.socket) -> str:
+    scheme = "http" if serving.tls_cert is None else "https"
+    host = f"[{serving.host}]" if ":" in serving.host else serving.host
+    return f"{scheme}://{host}:{listener.getsockname()[1]}"
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import time
+from collections import Counter as Counts
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -23,6 +24,7 @@ from dltta.serving.journal import Fields
 from dltta.serving.keys import Key, KeyFolders
 from dltta.serving.session import Request as ImageRequest
 from dltta.serving.shard import Reply
+from dltta.serving.site_rule import SiteRule
 from dltta.serving.views import Views
 
 LOG = logging.getLogger("dltta.service")
@@ -54,9 +56,10 @@ class Service:
     default_model: str
     views: Views
     metrics: "Metrics"
-    paused: set[Key] = field(default_factory=set)
+    rule: SiteRule = field(default_factory=SiteRule)  # for images that come without a site
     stopping: bool = False
-    pending: dict[tuple[Key, str], asyncio.Task[Reply]] = field(default_factory=dict)
+    later: dict[tuple[Key, str], asyncio.Task[Reply]] = field(default_factory=dict)  # under way, or failed
+    beginning: Counts[Key] = field(default_factory=Counts)  # sites that are not on the disk yet: requests under way
 
     def key(self, site: str, model: str | None) -> Key:
         chosen = model or self.default_model
@@ -68,9 +71,23 @@ class Service:
         except SettingError as error:
             raise HTTPException(422, str(error)) from error
 
+    def require_place(self, key: Key) -> None:
+        """Raise unless the site may be begun, or is there."""
+        if self.folders.exists(key) or key in self.beginning:
+            return
+        if self.folders.count() + len(self.beginning) >= self.limits.keys:
+            raise HTTPException(429, f"there are {self.limits.keys} sites already", {"Retry-After": "3600"})
+
     async def answer(self, key: Key, request: ImageRequest) -> Reply:
         started = time.perf_counter()
-        reply = await self.cluster.answer(key, request)
+        new = not self.folders.exists(key)
+        self.beginning[key] += new
+        try:
+            reply = await self.cluster.answer(key, request)
+        finally:
+            self.beginning[key] -= new
+            if not self.beginning[key]:
+                del self.beginning[key]
         self.metrics.answered(reply, time.perf_counter() - started)
         record("request", key=key.name, request=_hash(request.id), status=reply.status, seconds=round(reply.seconds, 4))
         return reply
@@ -141,22 +158,20 @@ def shown(line: Mapping[str, Any]) -> Fields:
     return {name: line[name] for name in SHOWN if name in line}
 
 
-async def change_mode(service: Service, key: Key, mode: str) -> Response:
-    """Pausing lasts until the service stops; live and shadow are in the site's log."""
-    if mode in ("pause", "continue"):
-        (service.paused.add if mode == "pause" else service.paused.discard)(key)
-        return JSONResponse({"event": mode})
-    return await respond_event(service.cluster.deploy(key, mode))
-
-
 async def respond_event(coming: Awaitable[Reply]) -> Response:
     try:
         reply = await coming
     except BusyError as error:
         raise HTTPException(429, str(error), {"Retry-After": f"{error.after:.0f}"}) from error
     if reply.line is None:
-        raise HTTPException(CODES[reply.status], reply.detail or "there is no such site")
+        raise refusal(reply, "there is no such site")
     return JSONResponse(reply.line)
+
+
+def refusal(reply: Reply, unknown: str) -> HTTPException:
+    """The status of a reply without an answer; `unknown` is said where the shard says nothing."""
+    again = {"Retry-After": "2"} if reply.status == "unavailable" else None
+    return HTTPException(CODES[reply.status], reply.detail or unknown, again)
 
 
 def record(event: str, **fields: Any) -> None:

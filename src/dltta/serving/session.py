@@ -53,16 +53,25 @@ class Session:
         # one request is one image: it is not kept waiting for others
         recipe = replace(settings.recipe, batch_size=1) if opened.task == "classification" else settings.recipe
         self.folder, self.spool, self.lease = folder, spool, lease
-        self.stream = Stream(opened, folder, replace(settings, recipe=recipe, on_error=OnError.STOP), resume=True)
+        self.stream = Stream(
+            opened,
+            folder,
+            replace(settings, recipe=recipe, on_error=OnError.STOP),
+            resume=True,
+            may_write=self._require_lease,
+        )
 
     def __enter__(self) -> "Session":
         self.stream.__enter__()
-        if self.lease is not None:
-            self.stream.record.may_write = self.lease.require
         return self
 
     def __exit__(self, *error: object) -> None:
         self.stream.__exit__(*error)
+
+    @property
+    def fence(self) -> int | None:
+        """The number under which it writes."""
+        return None if self.lease is None else self.lease.token
 
     @property
     def answered(self) -> int:
@@ -80,13 +89,16 @@ class Session:
         Raises `DataError` for an image that cannot be used, or for an id that came with another image before; then
         nothing was written.
         """
-        if self.lease is not None:
-            self.lease.require()
+        self._require_lease()
         with spooled(self.spool, request) as case:
             note: dict[str, Any] = {"request": request.id, "sequence": self.answered + 1}
-            if self.lease is not None:
-                note["fence"] = self.lease.token
+            if self.fence is not None:
+                note["fence"] = self.fence
             return self.stream.answer(replace(case, name=request.id, note=note))
+
+    def _require_lease(self) -> None:
+        if self.lease is not None:
+            self.lease.require()
 
     def mask(self, request_id: str) -> Path | None:
         """The file of a segmentation that was given as an answer."""
@@ -103,7 +115,8 @@ def spooled(spool: Path, request: Request) -> Iterator[Incoming]:
         make_folder(spool, mode=PRIVATE_FOLDER)
         folder = Path(tempfile.mkdtemp(dir=spool))
     try:
-        unpack_upload(folder, request.filename, request.content)
+        with on_disk(spool):
+            unpack_upload(folder, request.filename, request.content)
         cases = look(folder)
         if len(cases) != 1:
             found = f"{len(cases)} images" if cases else "no image"

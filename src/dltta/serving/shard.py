@@ -1,32 +1,37 @@
 """A shard answers the requests of its keys, one at a time: it is the only writer of their streams.
 
 Adapters of the latest keys stay in memory; all else is on disk, so a key at rest costs only its files. Nothing here
-knows Ray: `service/cluster.py` makes actors of it.
+knows Ray: `cluster.py` makes actors of it.
 """
 
+import gc
 import os
 import socket
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from dltta.config import make_adapter
 from dltta.errors import DataError, DlttaError, InputError, NonFiniteError, SettingError, StateError
+from dltta.files import PRIVATE, write_atomically
 from dltta.methods import Method
 from dltta.models.io.opened import OpenedModel
 from dltta.models.io.opening import ModelSource
 from dltta.predictor import Predictor, load
 from dltta.recipes import paper
-from dltta.serving.journal import Fields
+from dltta.serving.journal import Fields, on_disk, walk
 from dltta.serving.keys import Key, KeyFolders
 from dltta.serving.lease import Lease
 from dltta.serving.maintenance import roll_back
+from dltta.serving.record import LOG
 from dltta.serving.session import Request, Session, spooled
 from dltta.serving.settings import Deployment, StreamSettings
 
+Mode = Literal["live", "shadow", "pause", "continue"]
 Status = Literal["answered", "refused", "conflict", "unavailable", "unknown"]
 
 
@@ -72,6 +77,8 @@ class Shard:
         """Open every model; raises what is wrong with one."""
         for name in self.settings.models:
             self._model(name)
+        gc.collect()
+        gc.freeze()  # modules and models stay: later collections need not look at them
         return True
 
     def answer(self, key: Key, request: Request) -> Reply:
@@ -82,57 +89,75 @@ class Shard:
                 self._require_usable(key, request)  # before anything of a new site is written
             session = self._session(key)
             line = session.answer(request)
+            working = time.perf_counter() - started
             self._preview(key, session, request, line)
-            return Reply("answered", line, seconds=time.perf_counter() - started)
+            return Reply("answered", line, seconds=working)
         except (InputError, NonFiniteError) as error:
-            return Reply("refused", detail=_sentence(error, request))
+            return Reply("refused", detail=_without_place(error))
         except DataError as error:
             conflict = "predicted before with other content" in str(error)
-            return Reply("conflict" if conflict else "refused", detail=_sentence(error, request))
+            return Reply("conflict" if conflict else "refused", detail=_without_place(error))
         except SettingError as error:
-            return Reply("refused", detail=_sentence(error, request))
+            return Reply("refused", detail=_without_place(error))
         except StateError as error:
             self._evict(key)
-            return Reply("unavailable", detail=_sentence(error, request))
+            return Reply("unavailable", detail=_without_place(error))
+        finally:
+            self._forget_unanswered(key)
 
     def result(self, key: Key, request_id: str, *, mask: bool = False) -> Reply:
-        """The answer that was given to a request, and its mask if wanted; writes nothing for an unknown site."""
+        """The answer that was given to a request, and its mask if wanted; writes nothing, and keeps who is in memory.
+
+        A site at rest is not opened: its log is read.
+        """
         if not self.folders.has_stream(key):
             return Reply("unknown")
         try:
-            session = self._session(key)
-            line = session.known(request_id)
+            session = self._sessions.get(key)
+            line = self._logged(key, request_id) if session is None else session.known(request_id)
             if line is None:
                 return Reply("unknown")
-            file = session.mask(request_id) if mask else None
-            if file is None:
+            if not mask or "sha256" not in line:
                 return Reply("answered", line)
+            file = self.folders.stream(key) / str(line["prediction"])
             return Reply("answered", line, mask=file.read_bytes(), mask_name=file.name)
         except (StateError, OSError) as error:
-            self._evict(key)
             return Reply("unavailable", detail=str(error))
 
-    def roll_back(self, key: Key, version: int) -> Reply:
-        """Continue from an older version; journaled."""
+    def roll_back(self, key: Key, version: int, by: str = "") -> Reply:
+        """Continue from an older version; journaled, with the name of who asked."""
         if not self.folders.has_stream(key):
             return Reply("unknown")
         self._evict(key)
         try:
-            Lease(self.folders.folder(key), self._owner)
-            new = roll_back(self.folders.stream(key), version, self.settings.stream.sign)
+            lease = Lease(self.folders.folder(key), self._owner)
+            note = {"by": by, "fence": lease.token}
+            new = roll_back(self.folders.stream(key), version, self.settings.stream.sign, note)
         except (StateError, SettingError) as error:
-            return Reply("refused", detail=str(error))
+            return Reply("refused", detail=_without_place(error))
         return Reply("answered", {"event": "rollback", "to": version, "state": new})
 
-    def deploy(self, key: Key, deployment: str) -> Reply:
-        """Live or shadow from now on; journaled."""
+    def change(self, key: Key, mode: Mode, by: str = "") -> Reply:
+        """Live or shadow, or pause and continue, from now on; journaled, with the name of who asked."""
         if not self.folders.has_stream(key):
             return Reply("unknown")
         try:
-            self._session(key).stream.deploy(Deployment(deployment))
+            session = self._session(key)
+            note = {"by": by, "fence": session.fence}
+            mark = self.folders.folder(key) / "paused"
+            if mode in ("live", "shadow"):
+                session.stream.deploy(Deployment(mode), note)
+                return Reply("answered", {"event": "mode", "deployment": mode})
+            session.stream.record.append_event({"event": mode, **note})
+            with on_disk(mark):
+                if mode == "pause":
+                    write_atomically(mark, "", mode=PRIVATE)
+                else:
+                    mark.unlink(missing_ok=True)
         except (StateError, SettingError) as error:
-            return Reply("refused", detail=str(error))
-        return Reply("answered", {"event": "mode", "deployment": deployment})
+            self._evict(key)
+            return Reply("refused", detail=_without_place(error))
+        return Reply("answered", {"event": mode})
 
     def close(self) -> None:
         """Release every key; all that was answered is on the disk."""
@@ -186,20 +211,40 @@ class Shard:
             self._sources[name] = Predictor(opened, make_adapter(opened, paper(Method.SOURCE)))
         return self._sources[name]
 
+    def _logged(self, key: Key, request_id: str) -> Fields | None:
+        """The line of a request in a log that is not open."""
+        wanted = request_id.casefold()
+        for group in walk(self.folders.stream(key) / LOG):
+            for line in group:
+                if "prediction" in line.entry and str(line.entry["case"]).casefold() == wanted:
+                    return line.entry
+        return None
+
+    def _forget_unanswered(self, key: Key) -> None:
+        """A site whose first image could not be used was never begun; unless somebody else began it before."""
+        session = self._sessions.get(key)
+        if session is not None and not session.answered and session.fence == 1:
+            self._evict(key)
+            self.folders.forget(key)
+
     def _evict(self, key: Key) -> None:
         session = self._sessions.pop(key, None)
         if session is not None:
             session.__exit__(None, None, None)
+            del session
+            gc.collect()  # a network and its hooks hold each other: nothing else frees them soon
 
     def _preview(self, key: Key, session: Session, request: Request, line: Fields) -> None:
+        """A picture for the page; the answer stands also if the disk has no room for it."""
         if self.settings.previews:
             from dltta.serving.previews import keep_preview
 
             source = self._plain(key.model)
-            keep_preview(self.folders.folder(key), source, session, request, line, self.settings.previews)
+            with suppress(StateError):
+                keep_preview(self.folders.folder(key), source, session, request, line, self.settings.previews)
 
 
-def _sentence(error: DlttaError, request: Request) -> str:
+def _without_place(error: DlttaError) -> str:
     """What is wrong, without names of our own files."""
     words = " ".join(str(error).split())
     head, separator, rest = words.partition(": ")

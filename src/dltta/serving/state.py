@@ -11,7 +11,6 @@ The same state gives the same bytes.
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,12 +30,12 @@ from dltta.files import (
     PRIVATE,
     PRIVATE_FOLDER,
     make_folder,
-    open_in_place,
     remove_parts,
     sync_folder,
     write_atomically,
 )
 from dltta.serving.journal import on_disk
+from dltta.serving.lock import is_locked, locked
 
 KEEP = 20  # versions that one can roll back to
 ROOM = 1 << 30  # bytes that they may take together; the latest two are kept whatever they take
@@ -94,42 +93,16 @@ class StateFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Only one process at a time works on a stream; the lock ends with the process, even when it is killed."""
-        import fcntl  # not on every system, and nothing else needs it
-
+        """Only one process at a time works on a stream."""
         with on_disk(self.folder):
             self._make_folders()
-            lock = open_in_place(self.folder / "lock", os.O_RDWR | os.O_CREAT, mode=PRIVATE)
-        try:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise StateError(
-                    f"{self.folder.parent}: another process works on this stream; wait until it ends"
-                ) from error
-            except OSError as error:
-                raise StateError(f"{self.folder}: cannot be locked ({error.strerror}); use a local disk") from error
+        taken = f"{self.folder.parent}: another process works on this stream; wait until it ends"
+        with locked(self.folder / "lock", taken):
             yield
-        finally:
-            os.close(lock)
 
     def in_use(self) -> bool:
         """Whether a process works on the stream at this moment; changes nothing."""
-        import fcntl
-
-        try:
-            lock = open_in_place(self.folder / "lock", os.O_RDONLY)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        finally:
-            os.close(lock)
-        return False
+        return is_locked(self.folder / "lock")
 
     def clean(self) -> None:
         """Remove what killed processes left half written."""

@@ -3,6 +3,7 @@
 import io
 import zipfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from dltta.data.formats.format import endings, recognize
@@ -30,7 +31,20 @@ def unpack_upload(folder: Path, filename: str, content: bytes) -> None:
     _write(folder / f"image{known}", content)
 
 
+def first_file(content: bytes) -> bytes:
+    """The one file of an upload, or the first member of a zip."""
+    return next(_members(content)) if content.startswith(ZIP) else content
+
+
 def _unzip(folder: Path, content: bytes) -> None:
+    series = folder / "series"
+    for number, member in enumerate(_members(content)):
+        series.mkdir(mode=0o700, exist_ok=True)
+        _write(series / f"{number:05d}.dcm", member)
+
+
+def _members(content: bytes) -> Iterator[bytes]:
+    """The files of an archive, which may be so many and so large."""
     try:
         archive = zipfile.ZipFile(io.BytesIO(content))
         members = [member for member in archive.infolist() if not member.is_dir()]
@@ -38,14 +52,12 @@ def _unzip(folder: Path, content: bytes) -> None:
             raise DataError(f"the archive has {len(members)} files; send one DICOM series of up to {MOST_MEMBERS}")
         if sum(member.file_size for member in members) > MOST_RATIO * len(content):
             raise DataError(f"the archive unpacks to more than {MOST_RATIO} times its size; send the files as they are")
-        series = folder / "series"
-        series.mkdir(mode=0o700)
-        for number, member in enumerate(members):
+        for member in members:
             with archive.open(member) as packed:
                 bytes_ = packed.read(member.file_size + 1)
             if len(bytes_) > member.file_size:
                 raise DataError("the archive holds more than it says; it may be damaged")
-            _write(series / f"{number:05d}.dcm", bytes_)
+            yield bytes_
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
         if isinstance(error, DataError):
             raise
