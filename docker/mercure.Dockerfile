@@ -1,9 +1,8 @@
-# docker build -f docker/mercure.Dockerfile -t dltta-mercure --build-context models=models .
-# A processing module for mercure. Everything is installed at build time: the container needs no network.
-FROM python:3.11-slim
-WORKDIR /app
-COPY constraints.txt pyproject.toml README.md LICENSE ./
-COPY src ./src
-RUN pip install --no-cache-dir -c constraints.txt ".[dicom]"
-ENV OMP_NUM_THREADS=2
-CMD ["python", "-m", "dltta.serving.mercure"]
+# docker build -t dltta .
+# docker build -t dltta-mercure -f docker/mercure.Dockerfile docker
+# A processing module for mercure, on top of the image of the main Dockerfile. Everything is installed at build time: the
+# container needs no network. mercure runs it as a user of its own that has no home.
+FROM dltta
+ENV HOME=/tmp OMP_NUM_THREADS=2
+ENTRYPOINT ["python", "-m", "dltta.serving.mercure"]
+CMD []

@@ -1,12 +1,15 @@
 """DICOM files as a scanner would write them, made with pydicom alone."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
+from pydicom import dcmread
 from pydicom.dataset import Dataset, FileMetaDataset
 from pydicom.uid import ExplicitVRLittleEndian, generate_uid
 
 CT, CR, US = "1.2.840.10008.5.1.4.1.1.2", "1.2.840.10008.5.1.4.1.1.1", "1.2.840.10008.5.1.4.1.1.6.1"
+ENHANCED_CT = "1.2.840.10008.5.1.4.1.1.2.1"
 AXIAL = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
 PATIENT = {"PatientName": "Secret^Person", "PatientID": "secret-4711", "PatientBirthDate": "19700102"}
 
@@ -93,3 +96,48 @@ def write_series(
             )
         )
     return files
+
+
+def write_enhanced(path: Path, volume: np.ndarray, *, directions=AXIAL, order=None, **options) -> Path:
+    """The same volume in one Enhanced CT file, its frames in `order`; `options` are those of `write_series`."""
+    slices = [dcmread(file) for file in write_series(path.parent / "slices", volume, directions=directions, **options)]
+    shutil.rmtree(path.parent / "slices")
+    order = range(len(slices)) if order is None else order
+    first = slices[0]
+
+    def groups(**sequences):
+        found = Dataset()
+        for name, elements in sequences.items():
+            item = Dataset()
+            for keyword, value in elements.items():
+                setattr(item, keyword, value)
+            setattr(found, name, [item])
+        return found
+
+    shared = groups(
+        PixelMeasuresSequence={"PixelSpacing": first.PixelSpacing, "SliceThickness": first.SliceThickness},
+        PlaneOrientationSequence={"ImageOrientationPatient": first.ImageOrientationPatient},
+    )
+    frames = [
+        groups(
+            PlanePositionSequence={"ImagePositionPatient": slices[n].ImagePositionPatient},
+            FrameContentSequence={"FrameAcquisitionDateTime": "20260101120000"},
+            PixelValueTransformationSequence={
+                "RescaleSlope": slices[n].get("RescaleSlope", 1),
+                "RescaleIntercept": slices[n].get("RescaleIntercept", 0),
+                "RescaleType": "HU",
+            },
+        )
+        for n in order
+    ]  # fmt: skip
+    for name in ("ImagePositionPatient", "ImageOrientationPatient", "PixelSpacing", "SliceThickness", "InstanceNumber"):
+        delattr(first, name)
+    for name in ("RescaleSlope", "RescaleIntercept"):
+        first.pop(name, None)
+    first.SOPClassUID = ENHANCED_CT
+    first.file_meta.MediaStorageSOPClassUID = ENHANCED_CT
+    first.NumberOfFrames = len(frames)
+    first.SharedFunctionalGroupsSequence, first.PerFrameFunctionalGroupsSequence = [shared], frames
+    first.PixelData = b"".join(slices[n].PixelData if n else volume[0].tobytes() for n in order)
+    first.save_as(path, enforce_file_format=True)
+    return path

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import nibabel as nib
 import numpy as np
@@ -7,10 +8,10 @@ import torch
 
 from dltta.config import default_architecture, default_preprocessing, open_dataset
 from dltta.data.formats.images import Geometry
-from dltta.data.sites import Slices
+from dltta.data.sites import Slices, evenly
 from dltta.data.slices import from_slices, slice_axis, to_slices
 from dltta.data.streams import SiteStream, stream_order
-from dltta.errors import DataError
+from dltta.errors import DataError, SettingError
 from dltta.evaluation.experiment import Experiment, run_experiment
 from dltta.recipes import Recipe
 from dltta.training import TrainingSettings
@@ -101,3 +102,22 @@ def test_an_experiment_takes_volumes_slice_by_slice_below_its_root(tmp_path):
     assert adapted[1].unit == "mm"
     assert all(not row.metrics and row.volume and row.group for row in adapted[1].cases)
     assert sorted(case.case for case in adapted[1].cases) == [f"v{v}_slice00{s}" for v in range(2) for s in range(4)]
+    fewer = run_experiment(replace(experiment, cases=1))
+    assert {row.case for stream in fewer.streams if stream.target == "b" for row in stream.volumes} == {"v0"}
+    assert fewer.config["cases"] == 1
+
+
+def test_targets_may_be_cut_to_some_cases_evenly_spread(tmp_path):
+    site(tmp_path / "a", 2.0)
+    site(tmp_path / "b", 1.0)
+    experiment = Experiment(("slices:a",), ("slices:b",), "out", root=str(tmp_path), cases=1)
+    assert len(experiment.open("slices:b")) == 8
+    assert set(experiment.open_target("slices:b").volume_of) == {0}
+    assert len(experiment.open_target("slices:b")) == 4
+    assert [part.names for part in experiment.open_target("sequence:a,b").parts] == [("v0",), ("v0",)]
+    assert evenly(9, 3) == [0, 4, 8]
+    assert evenly(2, 3) == [0, 1]
+    with pytest.raises(SettingError, match="cases limits site folders, and phantom:oct:cirrus:4 is none; leave it out"):
+        experiment.open_target("phantom:oct:cirrus:4")
+    with pytest.raises(SettingError, match="cases must be at least 1, got 0"):
+        replace(experiment, cases=0)

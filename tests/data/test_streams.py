@@ -47,6 +47,16 @@ def test_interleaved_sites_take_turns_and_the_longer_one_ends():
     assert [name[2:] for site, name in seen(stream) if site == "b"] == names(B)
 
 
+def test_a_drift_has_ever_fewer_of_the_first_site_and_ever_more_of_the_second():
+    stream = SiteStream((Blobs(count=40, site="a"), Blobs(count=40, site="b")), "drift")
+    assert stream.site == "a>b"
+    at = [part for part, _ in stream.places]
+    assert [sum(at[i : i + 20]) for i in range(0, 80, 20)] == [2, 8, 12, 18]  # even: 2.5, 7.5, 12.5 and 17.5
+    assert [place for part, place in stream.places if part == 0] == list(range(40))
+    with pytest.raises(SettingError, match="from one site to another, found 3; write drift:SITE,SITE"):
+        SiteStream((A, B, A), "drift")
+
+
 def test_the_images_are_those_of_the_sites():
     case = SiteStream((A, B))[4]
     assert (case.image == B[1].image).all()
@@ -54,11 +64,12 @@ def test_the_images_are_those_of_the_sites():
     assert case.group == B[1].group
 
 
-@pytest.mark.parametrize("turns", ["sequence", "interleave"])
+@pytest.mark.parametrize("turns", ["sequence", "interleave", "drift"])
 def test_shuffling_changes_places_within_each_site_only(turns):
-    stream = SiteStream((Blobs(count=9, site="a"), Blobs(count=7, site="b"), Blobs(count=9, site="a")), turns)
+    parts = (Blobs(count=9, site="a"), Blobs(count=7, site="b"), Blobs(count=9, site="a"))
+    stream = SiteStream(parts[: 2 if turns == "drift" else 3], turns)
     order = stream_order(stream, np.random.default_rng(0))
-    assert sorted(order) == list(range(25))
+    assert sorted(order) == list(range(len(stream)))
     assert order != sorted(order)
     assert [stream.places[i][0] for i in order] == [part for part, _ in stream.places]
     assert order == stream_order(stream, np.random.default_rng(0)) != stream_order(stream, np.random.default_rng(1))

@@ -109,6 +109,10 @@ class SiteFolder:
     def __getitem__(self, index: int) -> Case:
         return self.read(index)[0]
 
+    def some(self, count: int) -> "SiteFolder":
+        """At most so many of the cases, evenly spread."""
+        return SiteFolder(self.site, self.description, [self.entries[i] for i in evenly(len(self), count)])
+
     def read(self, index: int) -> tuple[Case, Image]:
         """A case, and its image with all that its file says of where it lies."""
         entry = self.entries[index]
@@ -150,6 +154,10 @@ class Slices:
         self.names = tuple(f"{volumes.names[volume]}_slice{position:03d}" for volume, position in self._index)
         self.groups = tuple(volumes.groups[volume] for volume, _ in self._index)
 
+    def some(self, count: int) -> "Slices":
+        """The slices of at most so many volumes, evenly spread."""
+        return Slices(self.volumes.some(count))
+
     def __len__(self) -> int:
         return len(self._index)
 
@@ -172,6 +180,11 @@ class Slices:
                 whole.name, position, whole.image.shape[1 + axis], axis, None if spacing is None else spacing[axis]
             ),
         )
+
+
+def evenly(count: int, wanted: int) -> list[int]:
+    """At most `wanted` of `count` positions, evenly spread, the first and the last among them."""
+    return sorted({round(i) for i in np.linspace(0, count - 1, min(wanted, count))})
 
 
 def open_site(folder: Path | str, *, split: Split = "train", slices: bool = False) -> SiteFolder | Slices:

@@ -1,5 +1,6 @@
-"""1 images. Several sites in one stream: one after another, or taking turns."""
+"""1 images. Several sites in one stream: one after another, taking turns, or one giving way to another."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -11,7 +12,8 @@ from dltta.data.case import Case, Dataset, Task
 from dltta.data.sites import Slices
 from dltta.errors import DataError, SettingError
 
-Turns = Literal["sequence", "interleave"]
+Turns = Literal["sequence", "interleave", "drift"]
+SIGNS: dict[Turns, str] = {"sequence": "+", "interleave": "/", "drift": ">"}  # in the name of a stream
 
 
 @dataclass(frozen=True)
@@ -19,13 +21,18 @@ class SiteStream:
     """The images of several sites in one stream.
 
     `sequence`: all of the first, then all of the second; a site may come back. `interleave`: one of each in turn, the
-    rest of the longer ones at the end. Cases keep their own site; the number of the part goes in front of their name.
+    rest of the longer ones at the end. `drift`: the share of the second of two sites rises evenly from none to all.
+    Cases keep their own site; the number of the part goes in front of their name.
     """
 
     parts: tuple[Dataset, ...]
     turns: Turns = "sequence"
 
     def __post_init__(self) -> None:
+        if self.turns == "drift" and len(self.parts) != 2:
+            raise SettingError(
+                f"a stream drifts from one site to another, found {len(self.parts)}; write drift:SITE,SITE"
+            )
         first = self.parts[0]
         for part in self.parts[1:]:
             if (part.task, part.classes) != (first.task, first.classes):
@@ -36,7 +43,7 @@ class SiteStream:
 
     @property
     def site(self) -> str:
-        return ("+" if self.turns == "sequence" else "/").join(part.site for part in self.parts)
+        return SIGNS[self.turns].join(part.site for part in self.parts)
 
     @property
     def task(self) -> Task:
@@ -60,13 +67,21 @@ class SiteStream:
         """For each image of the stream which part it is from, and its position there."""
         columns = [[(part, position) for position in range(len(site))] for part, site in enumerate(self.parts)]
         rows = [[place for column in columns for place in column]]
+        if self.turns == "drift":
+            rows = [sorted(rows[0], key=self._moment)]
         if self.turns == "interleave":
             rows = [[place for place in row if place is not None] for row in zip_longest(*columns)]
         return tuple(place for row in rows for place in row)
 
+    def _moment(self, place: tuple[int, int]) -> float:
+        """When an image comes, from 0 to 1: images of the first site ever less often, of the second ever more often."""
+        part, position = place
+        share = (position + 0.5) / len(self.parts[part])
+        return math.sqrt(share) if part else 1 - math.sqrt(1 - share)
+
 
 def split_stream(spec: str) -> tuple[Turns, tuple[str, ...]] | None:
-    """The sites that `sequence:A,B` or `interleave:A,B` names; None for the name of one site."""
+    """The sites that `sequence:A,B`, `interleave:A,B` or `drift:A,B` names; None for the name of one site."""
     turns, colon, sites = spec.partition(":")
     if not colon or turns not in get_args(Turns):
         return None

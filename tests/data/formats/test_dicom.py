@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from pydicom.data import get_testdata_file
 from pydicom.uid import DeflatedExplicitVRLittleEndian, JPEGLSLossless, RLELossless, generate_uid
 
-from dicoms import AXIAL, CR, PATIENT, tilted, write_dicom, write_series
+from dicoms import AXIAL, CR, PATIENT, tilted, write_dicom, write_enhanced, write_series
 from dltta.data.formats import dicom
 from dltta.data.formats.dicom import read_series, write_segmentation
 from dltta.data.formats.images import Geometry
 from dltta.errors import DataError, SettingError
 
+FRAMES = "PerFrameFunctionalGroupsSequence"
 SHUFFLED = ["m.dcm", "a", "z.dcm", "b.IMA", "1.2.840.99"]
 
 
@@ -212,10 +213,100 @@ def test_sizes_that_differ_are_refused(tmp_path):
         read_series(files)
 
 
-def test_an_enhanced_file_is_refused(tmp_path):
-    file = write_dicom(tmp_path / "a.dcm", noise(4, 6), PerFrameFunctionalGroupsSequence=[pydicom.Dataset()])
-    with pytest.raises(DataError, match="multi-frame"):
+# frames of one file
+
+ORDER = [3, 0, 4, 1, 2]
+
+
+@pytest.mark.parametrize("directions", [AXIAL, tilted(), (0, 1, 0, 0, 0, -1)], ids=["axial", "tilted", "sagittal"])
+def test_frames_of_one_file_are_the_volume_of_as_many_files(tmp_path, directions):
+    options = {
+        "directions": directions,
+        "each": lambda number: {"RescaleSlope": 0.5 + number, "RescaleIntercept": -1024 + number},
+    }
+    single = read_series(write_series(tmp_path / "single", noise(5, 4, 6), **options))
+    whole = read_series([write_enhanced(tmp_path / "whole.dcm", noise(5, 4, 6), order=ORDER, **options)])
+    assert np.array_equal(single.array, whole.array)
+    assert np.array_equal(single.geometry.affine, whole.geometry.affine)
+    assert single.geometry == whole.geometry
+
+
+def test_every_frame_of_a_segmentation_lies_on_the_frame_that_it_refers_to(tmp_path):
+    file = write_enhanced(tmp_path / "whole.dcm", noise(5, 4, 6), order=ORDER, StudyDate="20260101", StudyTime="120000")
+    image = read_series([file])
+    labels = np.zeros((6, 4, 5), int)
+    for place in range(5):  # another column for every slice, from below
+        labels[place, 1:3, place] = 1 + place % 2
+    write_segmentation(tmp_path / "seg.dcm", labels, image.geometry, ("background", "liver", "tumor"))
+    source, found = pydicom.dcmread(file), highdicom.seg.segread(tmp_path / "seg.dcm")
+    heights = [float(each.PlanePositionSequence[0].ImagePositionPatient[2]) for each in source[FRAMES].value]
+    ranks = np.argsort(np.argsort(heights))
+    assert found.NumberOfFrames == 5
+    for each, plane in zip(found[FRAMES].value, found.pixel_array, strict=True):
+        (reference,) = each.DerivationImageSequence[0].SourceImageSequence
+        assert reference.ReferencedSOPInstanceUID == source.SOPInstanceUID
+        place = ranks[int(reference.ReferencedFrameNumber) - 1]
+        assert np.array_equal(plane.T > 0, labels[..., place] > 0)
+        assert float(each.PlanePositionSequence[0].ImagePositionPatient[2]) == sorted(heights)[place]
+
+
+def test_a_file_of_one_frame_is_an_image(tmp_path):
+    image = read_series([write_enhanced(tmp_path / "one.dcm", noise(1, 4, 6))])
+    assert np.array_equal(image.array, noise(1, 4, 6).astype(np.float32))
+    assert image.geometry.shape == (4, 6)
+    write_segmentation(tmp_path / "seg.dcm", (image.array[0] > 300).astype(int), image.geometry, ("background", "a"))
+    found = highdicom.seg.segread(tmp_path / "seg.dcm")
+    assert np.array_equal(found.pixel_array.reshape(4, 6), image.array[0] > 300)
+
+
+def test_frames_do_not_name_the_patient_in_an_anonymous_segmentation(tmp_path):
+    file = write_enhanced(tmp_path / "whole.dcm", noise(5, 4, 6), order=ORDER)
+    dataset = pydicom.dcmread(file)
+    for groups in (dataset.SharedFunctionalGroupsSequence[0], *dataset[FRAMES].value):
+        for element in groups:
+            element.value[0].ImageComments = "Secret"
+    dataset.save_as(file)
+    image = read_series([file])
+    hidden = dicom.Anonymous("case 1", "new", "secret")
+    write_segmentation(tmp_path / "seg.dcm", (image.array[0] > 300).astype(int), image.geometry, ("bg", "a"), hidden)
+    content = (tmp_path / "seg.dcm").read_bytes()
+    assert b"20260101" not in content
+    assert b"Secret" not in content
+    assert pydicom.dcmread(tmp_path / "seg.dcm").PatientID == "case 1"
+
+
+def without(group):
+    def change(dataset):
+        for frame in dataset[FRAMES].value[1:2]:
+            delattr(frame, group)
+
+    return change
+
+
+def at_one_place(dataset):
+    dataset[FRAMES].value[1].PlanePositionSequence = dataset[FRAMES].value[0].PlanePositionSequence
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (without("PlanePositionSequence"), r"whole.dcm \(frame 2\): ImagePositionPatient is missing"),
+        (lambda dataset: delattr(dataset, "SharedFunctionalGroupsSequence"), "ImageOrientationPatient is missing"),
+        (at_one_place, "at one place"),
+        (lambda dataset: setattr(dataset, "NumberOfFrames", 4), "5 places for 4 frames"),
+        (lambda dataset: delattr(dataset, FRAMES), "5 frames without places"),
+        (lambda dataset: dataset.update({"Rows": 60000, "Columns": 1000}), "promises"),
+    ],
+)
+def test_frames_that_are_no_volume_are_refused_in_one_line(tmp_path, change, says):
+    file = write_enhanced(tmp_path / "whole.dcm", noise(5, 4, 6))
+    dataset = pydicom.dcmread(file)
+    change(dataset)
+    dataset.save_as(file)
+    with pytest.raises(DataError, match=says) as caught:
         read_series([file])
+    assert "\n" not in str(caught.value)
+    assert "secret" not in str(caught.value).lower()
 
 
 def test_a_compression_without_decoder_is_named(tmp_path):

@@ -2,9 +2,10 @@
 
 A volume's axes are columns, rows, slices, and its affine leads from these indices to millimeters towards the patient's
 right, anterior and superior side, as in NIfTI: the transpose of a slice as `pydicom` gives it, slices in the order of
-their place along the normal (row direction x column direction), never of their names. A single image has the axes rows,
-columns, as in PNG. Values are the modality's (Hounsfield units, ...): rescale slope and intercept, or the modality's
-table, are applied slice by slice; MONOCHROME1, where large values are dark, is turned round within its stored bits.
+their place along the normal (row direction x column direction), never of their names. Frames of one file that have
+places (Enhanced CT, MR, ...) are slices of a volume too. A single image has the axes rows, columns, as in PNG. Values
+are the modality's (Hounsfield units, ...): rescale slope and intercept, or the modality's table, are applied slice by
+slice; MONOCHROME1, where large values are dark, is turned round within its stored bits.
 
 Nothing of a header reaches an error message but sizes and distances: headers name patients.
 """
@@ -30,7 +31,7 @@ import numpy as np
 from nibabel.affines import voxel_sizes
 from numpy.typing import ArrayLike, NDArray
 
-from dltta.data.formats.format import Geometry, Image, ending_among, within_limit
+from dltta.data.formats.format import Geometry, Image, ending_among, within_file, within_limit
 from dltta.data.formats.images import class_values, finite, writing
 from dltta.errors import DataError, SettingError
 from dltta.version import __version__
@@ -95,9 +96,16 @@ _IDENTIFYING = (  # beside names, dates and the groups of patient and trial
     "RequestAttributesSequence",
     "FrameOfReferenceUID",
 )
+_FRAMES = "PerFrameFunctionalGroupsSequence"
+_PER_FRAME = {  # groups of a multi-frame file that say what one slice's header says
+    "PlanePositionSequence": ("ImagePositionPatient",),
+    "PlaneOrientationSequence": ("ImageOrientationPatient",),
+    "PixelMeasuresSequence": ("PixelSpacing",),
+    "PixelValueTransformationSequence": ("RescaleSlope", "RescaleIntercept"),
+}
 _NO_DATE = datetime(1900, 1, 1)  # where the standard demands one
 _SERIES_NUMBER = 900
-_PREAMBLE, _MAGIC = 132, b"DICM"  # bytes before the header, and the last of them
+PREAMBLE, MAGIC = 132, b"DICM"  # bytes before the header, and the last of them
 _PIXELS = (0x7FE00008, 0x7FE00009, 0x7FE00010)
 _CLASS = "MediaStorageSOPClassUID"
 _DEFLATED = "1.2.840.10008.1.2.1.99"
@@ -126,6 +134,7 @@ class Series:
 
     headers: tuple[Any, ...] = field(repr=False)  # pydicom's data sets
     modified: float  # when the newest file was last written, seconds since 1970
+    frames: tuple[int, ...] | None = None  # of a multi-frame file, in the order of slices
 
 
 Uids = Literal["keep", "new"]
@@ -155,7 +164,7 @@ class Peek(NamedTuple):
 
 def looks_like(file: Path, start: bytes) -> bool:
     """Whether a file says that it is DICOM, by its ending or by its first bytes."""
-    return file.name.lower().endswith(ENDINGS) or start[_PREAMBLE - len(_MAGIC) : _PREAMBLE] == _MAGIC
+    return file.name.lower().endswith(ENDINGS) or start[PREAMBLE - len(MAGIC) : PREAMBLE] == MAGIC
 
 
 def stem(file: Path) -> str:
@@ -179,10 +188,10 @@ def _peek(file: Path, size: int, changed: int) -> Peek | None:
     start = b""
     try:
         with _reading(file), file.open("rb") as stream:
-            start = stream.read(_PREAMBLE)
+            start = stream.read(PREAMBLE)
             return _look(file, stream, size)
     except DataError as error:
-        foreign = len(start) == _PREAMBLE and any(start) and not start.endswith(_MAGIC)
+        foreign = len(start) == PREAMBLE and any(start) and not start.endswith(MAGIC)
         return Peek(None, False, str(error), foreign)
 
 
@@ -232,11 +241,22 @@ def _refuse_deflated(file: Path) -> None:
         raise DataError(f"{file}: a deflated file; export it uncompressed")
 
 
-def identifying(file: Path) -> tuple[str, ...]:
-    """Names of the elements that name the patient, people, places or times, or lead to them; never their values."""
+def keywords() -> frozenset[str]:
+    """Names of all elements that the standard knows."""
+    return frozenset(_library("pydicom.datadict").keyword_dict)
+
+
+def read_header(file: Path) -> Any:
+    """A header as it is, without pixels."""
     with _reading(file):
         _refuse_deflated(file)
-        header = _library("pydicom").dcmread(file, stop_before_pixels=True)
+        return _library("pydicom").dcmread(file, stop_before_pixels=True)
+
+
+def identifying(file: Path) -> tuple[str, ...]:
+    """Names of the elements that name the patient, people, places or times, or lead to them; never their values."""
+    header = read_header(file)
+    with _reading(file):
         found = [element.keyword or "private elements" for element in header if _identifies(element)]
     return tuple(dict.fromkeys(found))
 
@@ -250,7 +270,9 @@ def _identifies(element: Any) -> bool:
 def read_series(files: Sequence[Path]) -> Image:
     """The files of one series as a volume (1, columns, rows, slices); one file as an image (1 or 3, rows, columns)."""
     headers = [_header(file) for file in files]
-    return _single(files[0], headers[0]) if len(files) == 1 else _volume(files, headers)
+    if len(files) == 1:
+        return _multi_frame(files[0], headers[0]) if _FRAMES in headers[0] else _single(files[0], headers[0])
+    return _volume(files, headers)
 
 
 def write_segmentation(
@@ -282,12 +304,13 @@ def write_segmentation(
 
 def _header(file: Path) -> Any:
     """A header without pixels; what segmentations must repeat is there, empty where it is missing or malformed."""
+    header = read_header(file)
     with _reading(file):
-        _refuse_deflated(file)
-        header = _library("pydicom").dcmread(file, stop_before_pixels=True)
         frames = int(header.get("NumberOfFrames") or 1)
-        if frames > 1 or "PerFrameFunctionalGroupsSequence" in header:
-            raise DataError(f"{file}: a multi-frame file of {frames} frames; export one file per slice, or NIfTI")
+        if frames > 1 and _FRAMES not in header:
+            raise DataError(
+                f"{file}: a multi-frame file of {frames} frames without places; export one file per slice, or NIfTI"
+            )
         within_limit(file, int(header.Rows) * int(header.Columns))
         for name in _COPIED:
             if name not in header or not _valid(name, str(header.get(name) or "")):
@@ -313,6 +336,45 @@ def _single(file: Path, header: Any) -> Image:
         spacing = _spacing(file, header, "PixelSpacing", "ImagerPixelSpacing", "NominalScannedPixelSpacing")
         series = Series((header,), file.stat().st_mtime)
         return Image(finite(file, array), Geometry("dicom", shape, len(array), _limit(header), spacing, None, series))
+
+
+def _multi_frame(file: Path, header: Any) -> Image:
+    """The frames of one file as a volume; a single one as an image."""
+    with _reading(file):
+        frames = [_frame(header, number) for number in range(len(header[_FRAMES].value))]
+        names = [file.with_name(f"{file.name} (frame {number})") for number in range(1, len(frames) + 1)]
+        if len(frames) != int(header.get("NumberOfFrames") or 0):
+            raise DataError(
+                f"{file}: has {len(frames)} places for {header.get('NumberOfFrames')} frames; export it again"
+            )
+        within_file(file, len(frames) * int(header.Rows) * int(header.Columns) * int(header.BitsAllocated) // 8)
+        modified = file.stat().st_mtime
+    order, affine = _place(names, frames) if len(frames) > 1 else ([0], None)
+    with _reading(file):
+        stored = _stored(file, header).reshape(len(frames), int(header.Rows), int(header.Columns))
+        slices = np.stack([finite(names[n], _in_units(stored[n], frames[n])) for n in order]).astype(np.float32)
+        series = Series((header,), modified, tuple(order))
+        if affine is None:
+            spacing = _spacing(file, frames[0], "PixelSpacing")
+            return Image(slices, Geometry("dicom", slices.shape[1:], 1, _limit(frames[0]), spacing, None, series))
+    spacing = tuple(float(s) for s in voxel_sizes(affine))
+    shape = slices.shape[::-1]
+    return Image(np.ascontiguousarray(slices.T)[None], Geometry("dicom", shape, 1, None, spacing, affine, series))
+
+
+def _frame(header: Any, number: int) -> Any:
+    """What a file of its own would say of one frame: its place, spacing and values, of its own or shared by all."""
+    found = _library("pydicom").Dataset()
+    for name in (*_PLACING, "RescaleSlope", "RescaleIntercept"):
+        if name in header:
+            setattr(found, name, header[name].value)
+    for groups in (*header.get("SharedFunctionalGroupsSequence", ())[:1], header[_FRAMES].value[number]):
+        for group, names in _PER_FRAME.items():
+            for name in names if groups.get(group) else ():
+                if name in groups[group].value[0]:
+                    setattr(found, name, groups[group].value[0][name].value)
+    found.SOPInstanceUID = str(number)  # tells frames apart, as it does files
+    return found
 
 
 def _volume(files: Sequence[Path], headers: Sequence[Any]) -> Image:
@@ -434,20 +496,33 @@ def _numbers(file: Path, header: Any, name: str, count: int) -> NDArray[np.float
 
 def _values(file: Path, header: Any) -> NDArray[Any]:
     """Values (1 or 3, rows, columns) in the modality's units, or colors."""
+    stored = _stored(file, header)
+    if not str(header.PhotometricInterpretation).startswith("MONOCHROME"):
+        return np.moveaxis(stored, -1, 0)
+    return _in_units(stored, header)[None]
+
+
+def _stored(file: Path, header: Any) -> NDArray[Any]:
+    """Pixels as they are stored, ([frames,] rows, columns[, 3])."""
     meaning, shape = str(header.PhotometricInterpretation), (int(header.Rows), int(header.Columns))
     if not meaning.startswith(("MONOCHROME", "RGB", "YBR")):
         raise DataError(f"{file}: pixels are neither grey nor RGB; export it as MONOCHROME2 or RGB")
     pixels = _library("pydicom.pixels")
     _check_decoder(file, pixels, header.file_meta.TransferSyntaxUID)
     stored: NDArray[Any] = pixels.pixel_array(file)
-    if stored.shape != (shape if meaning.startswith("MONOCHROME") else (*shape, 3)):
+    frames = int(header.get("NumberOfFrames") or 1)
+    wanted = (*((frames,) if frames > 1 else ()), *shape, *(() if meaning.startswith("MONOCHROME") else (3,)))
+    if stored.shape != wanted:
         raise DataError(f"{file}: pixels of shape {stored.shape} do not fit its header; export it again")
-    if stored.ndim == 3:
-        return np.moveaxis(stored, -1, 0)
-    if meaning == "MONOCHROME1":
+    return stored
+
+
+def _in_units(stored: NDArray[Any], header: Any) -> NDArray[Any]:
+    """Grey values in the modality's units."""
+    if header.PhotometricInterpretation == "MONOCHROME1":
         stored = _extremes(header) - stored.astype(np.int64)
-    in_units: NDArray[Any] = pixels.apply_modality_lut(stored, header)
-    return in_units[None]
+    in_units: NDArray[Any] = _library("pydicom.pixels").apply_modality_lut(stored, header)
+    return in_units
 
 
 def _check_decoder(file: Path, pixels: Any, syntax: Any) -> None:
@@ -501,6 +576,8 @@ def _malformed() -> tuple[type[Exception], ...]:
 def _segmentation(values: NDArray[Any], series: Series, classes: Sequence[str], anonymous: Anonymous | None) -> bytes:
     uid = _library("pydicom.uid").generate_uid
     planes = values.T if values.ndim == 3 else values[None]  # (slices, rows, columns)
+    if series.frames is not None:
+        planes = planes[np.argsort(series.frames)]  # as the frames lie in their file
     headers = series.headers if anonymous is None else [_without_identity(h, anonymous) for h in series.headers]
     source = str(headers[0].SeriesInstanceUID)
     images = [str(header.SOPInstanceUID) for header in headers]
@@ -538,12 +615,27 @@ def _without_identity(header: Any, anonymous: Anonymous) -> Any:
             setattr(kept, name, header[name].value)
     for name in _COPIED:
         setattr(kept, name, header.get(name) if name in _PLACING else None)
+    for name in ("SharedFunctionalGroupsSequence", _FRAMES) if _FRAMES in header else ():
+        setattr(kept, name, [_only_places(groups) for groups in header.get(name, ())])
     kept.PatientName = kept.PatientID = anonymous.pseudonym
     if anonymous.uids == "new":
         make = _library("pydicom.uid").generate_uid
         for name in ("StudyInstanceUID", "SeriesInstanceUID", "SOPInstanceUID", "FrameOfReferenceUID"):
             if name in kept:
                 setattr(kept, name, make(entropy_srcs=["uid", anonymous.secret, str(kept[name].value)]))
+    return kept
+
+
+def _only_places(groups: Any) -> Any:
+    """Of a multi-frame file's groups: where frames lie, and nothing else."""
+    kept = _library("pydicom").Dataset()
+    for group, names in _PER_FRAME.items():
+        if groups.get(group) and group != "PixelValueTransformationSequence":
+            item = _library("pydicom").Dataset()
+            for name in (*names, "SliceThickness", "SpacingBetweenSlices"):
+                if name in groups[group].value[0]:
+                    setattr(item, name, groups[group].value[0][name].value)
+            setattr(kept, group, [item])
     return kept
 
 
