@@ -74,6 +74,21 @@ def test_long_runs_of_one_build_are_shown_once():
     assert sum(layer.parameters for layer in layers) == sum(p.numel() for p in model.parameters())
 
 
+def test_a_layer_with_several_names_is_shown_under_the_first():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.act = nn.Conv2d(1, 2, 1), nn.ReLU()
+            self.both = nn.Sequential(self.conv, self.act)
+
+        def forward(self, x):
+            return self.both(x)
+
+    seen = summarize(Block().eval(), torch.rand(1, 1, 4, 4))
+    assert [layer.name for layer in seen.layers] == ["conv", "act"]
+    assert sum(layer.parameters for layer in seen.layers) == seen.parameters == 4
+
+
 def test_the_four_levels_of_a_unet_are_all_shown():
     layers = summarize(BasicUNet(2, 1, 2, features=(2,) * 6).eval(), torch.rand(1, 1, 32, 32)).layers
     assert not any(layer.repeats for layer in layers)

@@ -66,7 +66,7 @@ def summarize(model: nn.Module, x: Tensor) -> NetworkSummary:
         input=tuple(x.shape[1:]),
         output=output,
         parameters=count(model),
-        layers=tuple(_layers(model, "", shapes)),
+        layers=tuple(_layers(model, "", shapes, set())),
         normalization=tuple(_normalization(model)),
         feature_layer=layer,
         key=key,
@@ -107,20 +107,27 @@ def _shape(_layer: str, output: Any) -> tuple[int, ...] | None:
     return tuple(output.shape[1:]) if isinstance(output, Tensor) else None
 
 
-def _layers(module: nn.Module, name: str, shapes: dict[str, tuple[int, ...] | None]) -> Iterator[Layer]:
-    """Those with parameters of their own and those without children; of long runs of one build only the first."""
-    children = list(module.named_children())
+def _layers(
+    module: nn.Module, name: str, shapes: dict[str, tuple[int, ...] | None], seen: set[nn.Module]
+) -> Iterator[Layer]:
+    """Those with parameters of their own and those without children; of long runs of one build only the first.
+
+    A layer that a network has under several names, as nnU-Net's do, is shown under the first.
+    """
+    seen.add(module)
+    children = [(part, child) for part, child in module.named_children() if child not in seen]
     own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-    if not children or own:
+    if own or not list(module.children()):
         yield Layer(name or "network", type(module).__name__, shapes.get(name), own)
     for _, group in groupby(children, key=lambda child: _build(child[1])):
         run = [(f"{name}.{part}" if name else part, child) for part, child in group]
         shown = run[:1] if len(run) >= REPEATED else run
         for path, child in shown:
-            yield from _layers(child, path, shapes)
+            yield from _layers(child, path, shapes, seen)
         if hidden := run[len(shown) :]:
             path, last = hidden[-1]
             total = sum(count(child) for _, child in hidden)
+            seen.update(each for _, child in hidden for each in child.modules())
             between = f"{hidden[0][0]} … {path.rpartition('.')[2]}"
             yield Layer(between, type(last).__name__, shapes.get(path), total, len(hidden))
 

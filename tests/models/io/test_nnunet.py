@@ -15,11 +15,14 @@ pytest.importorskip("nnunetv2", reason="the extra nnunet is not installed")
 from commands import typed
 from dltta.config import make_adapter
 from dltta.data.formats.images import read_channels, read_mask
+from dltta.data.sites import open_site
 from dltta.errors import DlttaError
+from dltta.evaluation.home import of_site
 from dltta.models.io.nnunet.images import as_read
 from dltta.models.io.opening import open_model
 from dltta.predictor import Predictor, load
-from dltta.recipes import paper
+from dltta.quality.choosing import ChoosingAdapter
+from dltta.recipes import paper, recommended
 from nnunets import plans, predicted_by_nnunet, write_nnunet
 
 OBLIQUE = np.array([[0.0, -1.3, 0.0, 4], [0.9, 0.0, 0.0, -7], [0.0, 0.0, 1.7, 1], [0, 0, 0, 1]])
@@ -211,6 +214,76 @@ def test_bench_inspect_and_card_take_it(tmp_path, monkeypatch, capsys):
 
 def read_mask_of(file):
     return np.asarray(nib.load(file).dataobj)
+
+
+class TestCalibrating:
+    """Rehearsal with nnU-Net's own preprocessing, all folds together."""
+
+    def site(self, folder, count=3, shape=(14, 16, 12)):
+        """Labeled volumes in which a label can be told by its value."""
+        rng = np.random.default_rng(0)
+        for part in ("imagesTr", "labelsTr"):
+            (folder / part).mkdir(parents=True)
+        for number in range(count):
+            label = np.zeros(shape, np.uint8)
+            row, column = rng.integers(3, 6, 2)
+            label[row : row + 6, column : column + 7, 2:10] = 1
+            label[row + 2 : row + 4, column + 2 : column + 5, 4:8] = 2
+            values = (10 + 100.0 * label).astype(np.float32)
+            values[:2] = 0  # cropped away
+            nib.save(nib.Nifti1Image(values, OBLIQUE), folder / "imagesTr" / f"case{number}_0000.nii.gz")
+            nib.save(nib.Nifti1Image(label, OBLIQUE), folder / "labelsTr" / f"case{number}.nii.gz")
+        described = {"channel_names": {"0": "MR"}, "labels": {"background": 0, "cord": 1, "grey": 2}}
+        (folder / "dataset.json").write_text(json.dumps(described | {"file_ending": ".nii.gz"}))
+        return folder
+
+    @pytest.mark.parametrize(("axes", "reader"), [(2, "SimpleITKIO"), (3, "NibabelIOWithReorient")])
+    def test_labels_are_where_the_image_shows_them(self, tmp_path, axes, reader):
+        planned = plans(axes, spacing=[1.2, 1.1, 1.0][:axes])
+        planned |= {"image_reader_writer": reader, "transpose_forward": [1, 0, 2], "transpose_backward": [1, 0, 2]}
+        opened = open_model(str(write_nnunet(tmp_path, axes, planned=planned)))
+        home = of_site(opened, open_site(self.site(tmp_path / "site")))
+        assert home.sliced == (axes == 2)
+        assert all(image.shape == (1, *label.shape) == (1, *[8] * axes) for image, label in home.pairs)
+        means = [
+            torch.cat([image[0][label == value] for image, label in home.pairs]).mean().item() for value in range(3)
+        ]
+        assert means[0] < means[1] < means[2]
+        middle = (means[0] + means[1]) / 2
+        alike = torch.cat([((image[0] > middle) == (label > 0)).flatten() for image, label in home.pairs])
+        assert alike.float().mean() > 0.97
+
+    @pytest.mark.long
+    @pytest.mark.usefixtures("short_rehearsal")
+    def test_folds_rehearse_together_and_predict_as_they_rehearsed(self, tmp_path, monkeypatch, capsys):
+        model = write_nnunet(tmp_path, 3, folds=("0", "1"), mirroring=(0,))
+        site = self.site(tmp_path / "site")
+
+        def dltta(*arguments):
+            return typed(monkeypatch, capsys, *arguments)
+
+        code, out, err = dltta("calibrate", "-m", model, "-i", site, "-o", tmp_path / "known")
+        assert code == 0, err
+        assert "batches of 1: source" in out
+        kept = json.loads((tmp_path / "known" / "rehearsal.json").read_text())
+        assert kept["batch_sizes"]["1"]["default"]["plan"]["flip"] is None  # nnU-Net mirrors
+        known = ("--calibration", tmp_path / "known")
+        adapt(monkeypatch, capsys, "-m", model, "-i", site / "imagesTr", "-o", tmp_path / "out", *known)
+        entries = map(json.loads, (tmp_path / "out" / "stream.jsonl").read_text().splitlines())
+        entries = [entry for entry in entries if "case" in entry]
+        assert len(entries) == 3
+        assert all(0 <= entry["quality_low"] <= entry["quality"] <= entry["quality_high"] <= 1 for entry in entries)
+        together = make_adapter(open_model(str(model), calibration=tmp_path / "known"), recommended())
+        assert isinstance(together, ChoosingAdapter)  # of both folds: what is expected is of their prediction
+        x = torch.rand(1, 1, 8, 8, 8)
+        folds = [make_adapter(open_model(str(model), fold=fold), paper("source")) for fold in ("0", "1")]
+        assert torch.allclose(together._arms.logits("source", x), sum(f.predict(x) for f in folds) / 2, atol=1e-5)
+        code, _, err = dltta(
+            "adapt", "-m", model, "--fold", "0", "-i", site / "imagesTr", "-o", tmp_path / "one", *known
+        )
+        assert (code, "belongs to another network" in err) == (2, True)
+        code, out, _ = dltta("inspect", model, *known, "--json")
+        assert not any("rehearsal" in part for part in json.loads(out)["missing"])
 
 
 class Exploit:

@@ -116,12 +116,14 @@ class Prepared:
 
     `restore` takes class probabilities (classes, *network size), which sum to one, to (classes, *size of the file),
     each on the voxel it belongs to. What the preprocessing had cut away comes back as background. Of a classification
-    it gives back what it got. `segment` is for models that have a way back of their own, from logits.
+    it gives back what it got. `segment` is for models that have a way back of their own, from logits. `label` takes a
+    label (*size of the file) to the network's grid, where that takes more than the nearest position.
     """
 
     image: Tensor  # (C, *network size) float32
     restore: Callable[[Tensor], Tensor]
     segment: Callable[[Tensor], "Segmented"] | None = None
+    label: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ class ModelSource:
     and `classes` for code and bundles, `preprocessing`, `size` (known to fit), `channels`, `patch` and `overlap`
     (sliding window) for code. `fold` chooses among the networks of nnU-Net: `0`, `0,1` or `all`.
     `run_expressions` lets a bundle run the Python that is written in its configuration. `untrained` accepts code
-    without `weights`, which would otherwise predict with random ones unnoticed.
+    without `weights`, which would otherwise predict with random ones unnoticed. `calibration` is the folder that
+    `dltta calibrate` wrote.
     """
 
     spec: str
@@ -56,6 +57,7 @@ class ModelSource:
     run_expressions: bool = False
     untrained: bool = False
     fold: str | None = None
+    calibration: Path | None = None
 
     def __post_init__(self) -> None:
         if self.task not in (None, *get_args(Task)):
@@ -65,6 +67,10 @@ class ModelSource:
 
     def open(self, *, predicting: bool = True) -> OpenedModel:
         """The network; whatever is wrong with it is one `DlttaError`. Only to look at it, weights do not matter."""
+        opened = self._open(predicting=predicting)
+        return opened if self.calibration is None else with_rehearsal(opened, self.calibration)
+
+    def _open(self, *, predicting: bool) -> OpenedModel:
         path = Path(self.spec)
         if (path / "model.json").is_file():
             return self._checkpoint(path)
@@ -191,11 +197,13 @@ def open_model(
     run_expressions: bool = False,
     untrained: bool = False,
     fold: str | None = None,
+    calibration: Path | None = None,
 ) -> OpenedModel:
     """The network that `spec` names, ready to run; see `ModelSource` for what the rest means."""
     return ModelSource(
-        spec, weights, task, classes, preprocessing, size, channels, patch, overlap, run_expressions, untrained, fold
-    ).open()
+        spec, weights, task, classes, preprocessing, size, channels, patch, overlap, run_expressions, untrained, fold,
+        calibration,
+    ).open()  # fmt: skip
 
 
 def open_checkpoint(checkpoint: Checkpoint, name: str) -> OpenedModel:

@@ -19,7 +19,7 @@ from dltta.errors import StateError
 from dltta.files import write_atomically
 from dltta.models.calibration import Calibration
 
-FORMAT = 1
+FORMAT = 2
 FILE, LAYERS = "rehearsal.json", "rehearsal.safetensors"
 
 

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from dltta.data.formats.images import Image
 from dltta.errors import InputError, SettingError
+from dltta.models.io.grid import label_on_grid
 from dltta.models.io.opened import Prepared, require_classes
 
 FAILURES = (RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError)
@@ -106,7 +108,9 @@ class Pipeline:
                 f"the bundle's preprocessing gives {tuple(x.shape)} for an image of {tuple(image.array.shape)}"
             )
         plain = torch.as_tensor(x.as_tensor() if isinstance(x, MetaTensor) else x, dtype=torch.float32)
-        return Prepared(plain.contiguous().clone(), self._way_back(image, data[self.traced]))
+        restore = self._way_back(image, data[self.traced])
+        label = partial(label_on_grid, size=tuple(plain.shape[1:]), classes=len(self.classes), restore=restore)
+        return Prepared(plain.contiguous().clone(), restore, label=label if self.dense else None)
 
     def _way_back(self, image: Image, traced: Any) -> Callable[[Tensor], Tensor]:
         if not self.dense:

@@ -1,7 +1,7 @@
 """2 networks. Our images as nnU-Net's readers give them, its preprocessing, and its way back to the file's grid."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,10 @@ FAILURES = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
 
 def require_reader(plan: Plan) -> None:
     """Raise for readers whose axes we cannot know."""
-    name = plan.plans.plans["image_reader_writer"]
-    if name not in (*VOLUMES, REORIENTED, PICTURES):
-        raise SettingError(f"images of this model are read by {name}; supported: {', '.join((*VOLUMES, REORIENTED))}")
+    if plan.reader not in (*VOLUMES, REORIENTED, PICTURES):
+        raise SettingError(
+            f"images of this model are read by {plan.reader}; supported: {', '.join((*VOLUMES, REORIENTED))}"
+        )
 
 
 @dataclass(frozen=True)
@@ -39,16 +40,8 @@ class NNUNetImages:
         channels = len(image.array)
         if channels != self.plan.in_channels:
             raise InputError(f"the network takes images of {self.plan.in_channels} channels, this one has {channels}")
-        data, spacing, back = as_read(image, self.plan.plans.plans["image_reader_writer"])
-        properties: dict[str, Any] = {"spacing": spacing}
-        preprocessor = self.plan.configuration.preprocessor_class(verbose=False)
-        try:
-            prepared, _, properties = preprocessor.run_case_npy(
-                data, None, properties, self.plan.plans, self.plan.configuration, dict(self.plan.dataset)
-            )
-        except FAILURES as error:
-            reason = " ".join(str(error).split())[:160] or type(error).__name__
-            raise InputError(f"nnU-Net cannot preprocess an image of {tuple(data.shape[1:])}: {reason}") from error
+        data, spacing, back = as_read(image, self.plan.reader)
+        prepared, _, properties = self._preprocessed(data, None, spacing)
         x = torch.from_numpy(prepared).to(dtype=torch.float32, memory_format=torch.contiguous_format)
 
         def segment(logits: Tensor) -> Segmented:
@@ -58,7 +51,26 @@ class NNUNetImages:
         def restore(probability: Tensor) -> Tensor:
             return segment(probability.clamp_min(torch.finfo(torch.float32).tiny).log()).probabilities
 
-        return Prepared(x, restore, segment)
+        def label(found: Tensor) -> Tensor:
+            mask, *_ = as_read(replace(image, array=found[None].float().numpy()), self.plan.reader)
+            _, moved, _ = self._preprocessed(data, mask, spacing)
+            return torch.from_numpy(moved[0]).long().clamp_min(0)  # nnU-Net marks what is outside of the body by -1
+
+        return Prepared(x, restore, segment, label)
+
+    def _preprocessed(
+        self, data: NDArray[np.float32], mask: NDArray[np.float32] | None, spacing: list[float]
+    ) -> tuple[NDArray[np.float32], NDArray[Any], dict[str, Any]]:
+        """By nnU-Net: the image, the mask on its grid, and what is needed to go back."""
+        plan, properties = self.plan, {"spacing": spacing}
+        try:
+            found: tuple[Any, Any, dict[str, Any]] = plan.configuration.preprocessor_class(verbose=False).run_case_npy(
+                data, mask, properties, plan.plans, plan.configuration, dict(plan.dataset)
+            )
+        except FAILURES as error:
+            reason = " ".join(str(error).split())[:160] or type(error).__name__
+            raise InputError(f"nnU-Net cannot preprocess an image of {tuple(data.shape[1:])}: {reason}") from error
+        return found
 
 
 Back = Callable[[NDArray[Any]], NDArray[Any]]  # (…, z, y, x) as nnU-Net has it, to (…, *spatial) of the file

@@ -34,6 +34,11 @@ class Plan:
         return tuple(int(edge) for edge in self.configuration.patch_size)
 
     @property
+    def reader(self) -> str:
+        """Which of nnU-Net's classes reads the images."""
+        return str(self.plans.plans["image_reader_writer"])
+
+    @property
     def classes(self) -> tuple[str, ...]:
         """By value; nnU-Net numbers them without gaps. A label to ignore is no class."""
         named = {name: value for name, value in self.dataset["labels"].items() if name != "ignore"}
