@@ -8,8 +8,9 @@ torch.set_num_threads(1)  # before any fixture: workers do not fight for cores, 
 
 @pytest.fixture(autouse=True)
 def repeatable():
-    """No test depends on another's random numbers."""
+    """No test depends on random numbers or threads of another: a forked child waits for a team it does not have."""
     torch.manual_seed(0)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture
@@ -22,8 +23,7 @@ def no_power_cut(monkeypatch):
 def short_rehearsal(monkeypatch):
     """Two simulated sites and four cases: enough to see that all of it runs."""
     from dltta.evaluation import rehearsal
+    from dying import SHORT
 
-    monkeypatch.setattr(rehearsal, "MOST_SITES", 2)
-    monkeypatch.setattr(rehearsal, "FEWEST_SITES", 2)
-    monkeypatch.setattr(rehearsal, "FEWEST_ONE_BY_ONE", 2)
-    monkeypatch.setattr(rehearsal, "CASES", {"segmentation": {1: 4}, "classification": {1: 4, 32: 6}})
+    for name, value in SHORT.items():
+        monkeypatch.setattr(rehearsal, name, value)

@@ -197,7 +197,8 @@ def test_phantom_sites_by_name():
     assert default_architecture(dataset).as_json() == {
         "name": "unet", "spatial_dims": 2, "in_channels": 1, "classes": 9, "options": {},
     }  # fmt: skip
-    for bad in ("phantom:oct:cirrus", "phantom:oct:cirrus:many"):
+    assert open_dataset("phantom:oct:cirrus:3:7:96x32")[0].image.shape == (1, 96, 32)
+    for bad in ("phantom:oct:cirrus", "phantom:oct:cirrus:many", "phantom:oct:cirrus:3:7:small"):
         with pytest.raises(SettingError, match="is not phantom:TASK:SITE:COUNT"):
             open_dataset(bad)
     with pytest.raises(DataError, match="there is no folder"):

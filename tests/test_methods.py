@@ -99,3 +99,17 @@ def test_the_page_is_current():
 def test_every_newer_method_has_a_page_of_its_own():
     for method in Method:
         assert method.facts.of_paper or (ROOT / "docs" / "methods" / f"{method}.md").is_file(), method
+
+
+def test_when_a_method_helped_follows_from_the_results():
+    def row(method, rate, **gains):
+        return {"method": method, "rate": rate, "cells": {target: {"gain": gain} for target, gain in gains.items()}}
+
+    real = {
+        "cells": {"rows": [row("tent", "fixed", b=0.4, c=6.0), row("tent", "dynamic", b=9.0, c=9.0)]},
+        "nuclei": {"rows": [row("source", "none", d=None), row("tent", "fixed", d=-3.4)]},
+    }
+    said = "at 1 of 3 targets by 0.5 points or more, +1.0 in the mean; most +6.0 (cells, c), least −3.4 (nuclei, d)"
+    assert methods_page.helped("tent", real) == said
+    assert methods_page.helped("source", real) is None
+    assert methods_page.helped("sar", real) is None

@@ -85,10 +85,12 @@ def make_adapter(model: Checkpoint | OpenedModel, recipe: Recipe) -> AnyAdapter:
     """The adapter that runs this recipe on this model; `Recipe.resolved` fills what the recipe leaves to the paper.
 
     It starts from the network that the method starts from (`Checkpoint.for_method`). Of several networks that predict
-    together each has an adapter.
+    together each has an adapter; but what is expected of a prediction was rehearsed for all of them together, so then
+    they are one network.
     """
     model = model.for_method(recipe.method)
-    if isinstance(model, OpenedModel) and isinstance(model.model, Folds):
+    together = recipe.method == RECOMMENDED and model.rehearsal is not None
+    if isinstance(model, OpenedModel) and isinstance(model.model, Folds) and not together:
         return Ensemble([_make_single(replace(model, model=fold), recipe) for fold in model.model.folds])
     return _make_single(model, recipe)
 
@@ -294,12 +296,13 @@ def open_dataset(spec: str) -> Dataset:
     """A site: a folder of one's own, synthetic cases, or a part of one of the paper's data sets in a folder DIR.
 
     - `DIR`: see `open_site`; `slices:DIR` for its volumes slice by slice
-    - `phantom:TASK:SITE:COUNT[:SEED]`, such as `phantom:oct:cirrus:48:1`
+    - `phantom:TASK:SITE:COUNT[:SEED[:SIZE]]`, such as `phantom:oct:cirrus:48:1` or `phantom:oct:cirrus:48:1:128x64`
     - `oct:spectralis[:SPLIT]@DIR` with train, val, train+val or test; `oct:cirrus@DIR` for prepared slices and
       `oct:cirrus:acquired@DIR` for slices still to be resampled, flattened and cropped
     - `camelyon17:PART@DIR` with center_0 to center_4, train, id_val, val or test
     - `prostate:SITE@DIR` with A to F, or RUNMC, BMC, I2CVB, UCL, BIDMC or HK
-    - `sequence:SITE,SITE` for one after another, `interleave:SITE,SITE` for taking turns; any of the above as SITE
+    - `sequence:SITE,SITE` for one after another, `interleave:SITE,SITE` for taking turns, `drift:SITE,SITE` for the
+      first giving way to the second; any of the above as SITE
     """
     if (several := split_stream(spec)) is not None:
         return SiteStream(tuple(open_dataset(site) for site in several[1]), several[0])
@@ -326,10 +329,12 @@ def open_target(spec: str) -> Dataset:
 
 def _open_phantom(spec: str) -> Dataset:
     parts = spec.split(":")[1:]
-    if len(parts) not in (3, 4) or not all(part.isdigit() for part in parts[2:]):
-        raise SettingError(f"{spec!r} is not phantom:TASK:SITE:COUNT[:SEED], such as phantom:oct:cirrus:48:1")
-    task, site, count, *seed = parts
-    return phantom(task, site, int(count), seed=int(seed[0]) if seed else 0)  # type: ignore[arg-type]
+    sizes = parts[4].split("x") if len(parts) == 5 else []
+    if len(parts) not in (3, 4, 5) or not all(part.isdigit() for part in (*parts[2:4], *sizes)):
+        raise SettingError(f"{spec!r} is not phantom:TASK:SITE:COUNT[:SEED[:SIZE]], such as phantom:oct:cirrus:48:1")
+    task, site, count, *seed = parts[:4]
+    size = tuple(map(int, sizes)) or None
+    return phantom(task, site, int(count), seed=int(seed[0]) if seed else 0, size=size)  # type: ignore[arg-type]
 
 
 def _open_oct(part: str, folder: str) -> Dataset:

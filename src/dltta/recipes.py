@@ -59,7 +59,7 @@ class Statistics(StrEnum):
 
 
 class Effort(StrEnum):
-    """How many passes of the network `recommended` may take for an image: 6, or 3."""
+    """How many passes of the network `recommended` may take for an image: 5, or 2; its signals take about one more."""
 
     DEFAULT = "default"
     LOW = "low"

@@ -2,11 +2,9 @@
 
 import json
 
-import numpy as np
 import pytest
-from PIL import Image as Pillow
 
-from streams import SEGMENTS, lines, save_model, typed
+from streams import lines, save_model, typed, write_site
 
 pytestmark = pytest.mark.usefixtures("short_rehearsal", "no_power_cut")
 
@@ -14,26 +12,6 @@ pytestmark = pytest.mark.usefixtures("short_rehearsal", "no_power_cut")
 @pytest.fixture
 def dltta(monkeypatch, capsys):
     return lambda *arguments: typed(monkeypatch, capsys, *arguments)
-
-
-def write_site(folder, *, labeled=True, count=6):
-    """Grey images with two bright boxes, in nnU-Net's layout."""
-    rng = np.random.default_rng(0)
-    places = ("imagesTr", "labelsTr") if labeled else ("imagesTs",)
-    for place in places:
-        (folder / place).mkdir(parents=True)
-    for index in range(count):
-        image, label = rng.integers(20, 90, (32, 32)), np.zeros((32, 32), dtype=np.uint8)
-        row, column = rng.integers(2, 12, 2)
-        for value, shift in ((1, 0), (2, 14)):
-            label[row + shift : row + shift + 6, column : column + 9] = value
-        image = (image + 50 * label).clip(0, 255).astype(np.uint8)
-        Pillow.fromarray(image).save(folder / places[0] / f"case_{index}_0000.png")
-        if labeled:
-            Pillow.fromarray(label).save(folder / "labelsTr" / f"case_{index}.png")
-    described = {"channel_names": {"0": "grey"}, "labels": {name: i for i, name in enumerate(SEGMENTS)}}
-    (folder / "dataset.json").write_text(json.dumps({**described, "file_ending": ".png"}))
-    return folder
 
 
 @pytest.mark.long

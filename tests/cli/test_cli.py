@@ -139,6 +139,9 @@ def test_quick_demo_of_every_task(dltta, tmp_path, task):
     kinds = {(s["method"], s["rate"]) for s in results["streams"]}
     assert len(kinds) == 8
     assert found["report"].endswith("report.html")
+    assert found["story"][0].startswith("At home. ")
+    changing = json.loads((tmp_path / f"{task}-quick" / "changing" / "results.json").read_text())
+    assert {len({case["site"] for case in stream["cases"]}) for stream in changing["streams"]} == {2}
 
 
 def test_two_comparisons_share_one_source_training(dltta, small, tmp_path):

@@ -65,7 +65,9 @@ def test_the_options_about_a_model_of_ones_own_are_the_same_everywhere(shown):
     found = {path: parts[1].split("╰")[0] for path, parts in panels.items() if len(parts) == 2}
     known = {("adapt",), ("bench",), ("calibrate",), ("inspect",), ("model", "card"), ("node",), ("serve",)}
     assert set(found) == {*known, ("state", "export")}
+    assert "--calibration" not in found.pop(("calibrate",))  # which writes what the others read
     assert len(set(found.values())) == 1
+    assert all("--calibration" in panel for panel in found.values())
 
 
 def test_choices_are_those_that_the_library_knows():

@@ -7,7 +7,7 @@ import pytest
 import dltta.evaluation.experiment
 from commands import typed
 from dltta.errors import DataError
-from dltta.evaluation.experiment import Experiment, run_experiment
+from dltta.evaluation.experiment import Experiment, Job, run_experiment
 from dltta.evaluation.results import Results
 from dltta.recipes import Recipe
 from dltta.training import TrainingSettings
@@ -39,6 +39,15 @@ def test_every_method_meets_the_sites_in_the_same_order(tmp_path, monkeypatch):
     assert named["source", "none", 0] != named["source", "none", 1]
     dynamic = next(s for s in results.streams if (s.method, s.rate) == ("tent", "dynamic"))
     assert dynamic.cases[0].discrepancy is not None  # compared with source images, from the first image on
+
+
+def test_a_stream_of_many_sites_has_a_file_name_that_can_be_written(tmp_path):
+    many = [",".join(f"phantom:oct:cirrus:1:{seed}" for seed in range(start, start + 20)) for start in (100, 101)]
+    names = {Job(f"sequence:{sites}", "udas", "none", 0, 0).model for sites in many}
+    assert len(names) == 2
+    for name in names:
+        (tmp_path / f"{name}.json").write_text("")
+    assert Job("sequence:a/b,c/d", "udas", "none", 0, 0).model == "udas_b-d_seed_0"
 
 
 def test_folders_below_the_data_folder_can_be_parts(tmp_path):

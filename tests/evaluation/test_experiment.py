@@ -125,6 +125,21 @@ def test_another_calibration_runs_the_streams_that_measure_with_it(finished, tmp
     assert ran == ["tent relative"]
 
 
+@pytest.mark.long
+def test_what_another_method_needs_may_be_trained_later(finished, tmp_path, monkeypatch):
+    folder, results = finished
+    work = tmp_path / "work"
+    shutil.copytree(folder, work)
+    ran, real = [], dltta.evaluation.experiment.run_job
+    monkeypatch.setattr(
+        dltta.evaluation.experiment, "run_job", lambda *job: (ran.append(f"{job[1].method} {job[1].rate}"), real(*job))
+    )
+    training = TrainingSettings(epochs=1, batch_size=2, validation=0.34, with_=("ttt",))
+    more = small(work, methods=("source", "tent", "ttt"), rates=("fixed",), training=training)
+    assert run_experiment(more).streams[1:3] == results.streams[1:3]
+    assert ran == ["ttt fixed"]
+
+
 def test_experiments_that_share_their_work_train_and_run_nothing_twice(finished, tmp_path, monkeypatch):
     folder, results = finished
     monkeypatch.setattr(

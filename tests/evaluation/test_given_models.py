@@ -11,6 +11,7 @@ from PIL import Image as Pillow
 from bundles import make_bundle, network
 from commands import typed
 from dltta.data.preprocessing import Preprocessing
+from dltta.evaluation.experiment import open_given
 from dltta.models.io.checkpoint import Checkpoint, save_checkpoint
 from dltta.models.nets.architecture import Architecture
 from networks import trained
@@ -242,8 +243,42 @@ def test_the_card_says_what_the_model_says_and_what_it_lacks(tmp_path, dltta):
     assert "- without auto-encoders: atta" in text
     found = json.loads(dltta("inspect", model, "--json"))["missing"]
     assert [part.partition(":")[0] for part in found] == [
-        "calibration", "rotation head", "auto-encoders", "source pairs",
+        "calibration", "rehearsal", "rotation head", "auto-encoders", "source pairs",
     ]  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("short_rehearsal", "no_power_cut")
+def test_what_a_model_rehearsed_is_used_in_a_comparison_and_said_by_its_card(tmp_path, dltta):
+    write_site(tmp_path / "site")
+    (tmp_path / "nets.py").write_text(CODE)
+    spec = f"{tmp_path / 'nets.py'}:segresnet"
+    model = ("--untrained", "--intensity", "zscore", "--resize", "32x32")
+    assert "batches of 1: source" in dltta(
+        "calibrate", "-m", spec, *model, "-i", tmp_path / "site", "-o", tmp_path / "known"
+    )
+    known = (*model, "--calibration", tmp_path / "known")
+    bench = ("bench", "-m", spec, "--target", tmp_path / "site", "--methods", "source,recommended")
+
+    def compared(options):  # in one folder: another calibration is another stream
+        open_given.cache_clear()  # as a new process begins
+        dltta(*bench, *options, "-o", tmp_path / "bench")
+        streams = json.loads((tmp_path / "bench" / "results.json").read_text())["streams"]
+        (found,) = (stream["cases"] for stream in streams if stream["method"] == "recommended")
+        return found
+
+    assert all(case.get("quality") is None for case in compared(model))
+    assert all(case["quality_high"] > 0 for case in compared(known))
+    learned = tmp_path / "known" / "rehearsal.json"
+    edited = json.loads(learned.read_text())
+    edited["batch_sizes"]["1"]["default"]["radius"] = 2.0
+    learned.write_text(json.dumps(edited))
+    assert all(case["quality_high"] - case["quality_low"] == 1 for case in compared(known))
+    card = dltta("model", "card", spec, *known)
+    assert "- rehearsed with 4 source cases at 7 simulated sites" in card
+    arms = ", ".join(edited["batch_sizes"]["1"]["default"]["plan"]["arms"])
+    assert f"- batches of 1: {arms}; at simulated sites" in card
+    assert "parts that only dltta train adds: ttt, atta, dtta, ttt++, --prefill" in card
 
 
 class TestPrograms:

@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -48,6 +49,16 @@ def test_the_network_of_dtta_is_a_second_one_with_a_normalizer_in_front(folder):
     assert fingerprint(network.model.conv_0) != fingerprint(checkpoint.model.conv_0)
     assert (network.record["losses"], network.record["finished"]) == (["task"], True)
     assert network.calibration is not None
+
+
+def test_it_can_be_added_to_a_finished_training(tmp_path):
+    training(tmp_path, with_=(), epochs=1).run()
+    added = replace(training(tmp_path, epochs=1, denoiser_epochs=1), resume=True)
+    assert added.found() is None
+    assert added.run().normalized is not None
+    assert replace(training(tmp_path, with_=(), epochs=1), resume=True).found() is not None
+    with pytest.raises(StateError, match="trained with other settings"):
+        replace(training(tmp_path, epochs=1, denoiser_epochs=2), resume=True).found()
 
 
 def test_the_normalizer_was_trained_jointly_and_takes_part(folder):

@@ -130,7 +130,7 @@ class Adapting:
         Effort | None,
         typer.Option(
             metavar="HOW",
-            help="recommended: default (up to 6 passes of the network per image) or low (up to 3).",
+            help="recommended: default (up to 5 passes of the network per image) or low (up to 2).",
             show_default="default",
         ),
     ] = None
@@ -325,14 +325,6 @@ def adapt(
     writing: Writing,
     own: OwnModel,
     device: Device = "cpu",
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="What dltta calibrate wrote for a bundle or a model of your own code.",
-            show_default="that of the model folder",
-        ),
-    ] = None,
     fail_on_review: Annotated[
         bool,
         typer.Option("--fail-on-review", metavar=FLAG, help="Exit code 3 if any prediction should be reviewed."),
@@ -362,10 +354,6 @@ def adapt(
     source = own.source(model, patch=split_size(adapting.patch))
     cases = arriving.cases(images, predicted_names(output) if writing.resume and arriving.watch else ())
     opened = source.open()
-    if calibration is not None:
-        from dltta.models.io.opening import with_rehearsal
-
-        opened = with_rehearsal(opened, calibration)
     opened.model.to(require_device(device))
     settings = StreamSettings(
         adapting.recipe(),

@@ -51,6 +51,14 @@ class Compared:
     orders: Annotated[int | None, typer.Option(metavar="N", help="Random orders of each stream.", show_default="1")] = (
         None
     )
+    cases: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="At most so many cases of each target site (volumes where slices are taken), evenly spread.",
+            show_default="all",
+        ),
+    ] = None
     epochs: Annotated[
         int | None, typer.Option(metavar="N", help="Epochs of source training.", show_default="100, the paper's")
     ] = None
@@ -139,8 +147,8 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="SITE",
-            help="Target site; its labels are used for scores only. Repeat for several; sequence:SITE,SITE and "
-            "interleave:SITE,SITE are streams of several sites.",
+            help="Target site; its labels are used for scores only. Repeat for several; sequence:SITE,SITE, "
+            "interleave:SITE,SITE and drift:SITE,SITE are streams of several sites.",
             show_default="those of CONFIG",
         ),
     ] = None,
@@ -182,7 +190,7 @@ def bench(
     table |= _given(
         source=source, targets=target, output=_text(output), root=_text(running.root), work=_text(running.work),
         methods=split_names(compared.methods), rates=split_names(compared.rates), seeds=compared.seeds,
-        orders=compared.orders,
+        orders=compared.orders, cases=compared.cases,
     )  # fmt: skip
     model = model or table.pop("model", None)
     table |= _given_model(own, model, table)

@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dltta.cli.options import MODEL_HELP, Device, Json, OwnModel, require_device, split_size
+from dltta.cli.grid import Place
+from dltta.cli.options import MODEL_HELP, DescribedModel, Device, Json, count_processes, require_device, split_size
 from dltta.errors import SettingError
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ def calibrate(
             "labels only the statistics of its images are measured.",
         ),
     ],
-    own: OwnModel,
+    own: DescribedModel,
+    place: Place,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -45,6 +47,7 @@ def calibrate(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Random seed of the simulated sites.")] = 0,
+    processes: Annotated[int, typer.Option("-j", "--jobs", metavar="N", help="Streams that run at the same time.")] = 1,
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
@@ -57,17 +60,26 @@ def calibrate(
     Examples:
         dltta calibrate -m models/a -i data/hospital_a
         dltta calibrate -m bundles/spleen -i data/spleen_a -o calibrations/spleen
+        dltta calibrate -m models/a -i data/hospital_a -j 2
     """
     from dltta.cli.progress import bars
     from dltta.config import open_target
-    from dltta.evaluation.home import calibrate_model
+    from dltta.evaluation.card import rehearsal_sentences
+    from dltta.evaluation.home import Rehearsing, calibrate_model
+    from dltta.evaluation.runners import threads_each, using_threads
 
-    opened = own.source(model, patch=split_size(patch)).open()
+    source = own.source(model, patch=split_size(patch))
+    opened = source.open()
     folder = output or _own_folder(model, opened)
-    opened.model.to(require_device(device))
+    runner = place.runner(count_processes(processes, device), folder / "jobs")
+    opened.model.to(where := require_device(device))
     dataset = open_target(site)
-    with bars() as listener:
-        found = calibrate_model(opened, dataset, folder, seed=seed, progress=listener.rehearsal(0))
+    with bars() as listener, using_threads(threads_each(runner, runner.jobs)):
+        progress, elsewhere = listener.rehearsal(0), None
+        if not runner.here(runner.jobs):
+            rehearsing = Rehearsing(source, site, folder, seed, where)
+            elsewhere = rehearsing.on(runner, progress, lambda task: listener.lost(task.name))
+        found = calibrate_model(opened, dataset, folder, seed=seed, progress=progress, elsewhere=elsewhere)
     if as_json:
         typer.echo(json.dumps({"calibration": str(folder), "rehearsal": found}))
         return
@@ -78,7 +90,7 @@ def calibrate(
             "from them, but not what to expect: give labeled images to rehearse"
         )
         return
-    for sentence in sentences(found):
+    for sentence in rehearsal_sentences(found):
         typer.echo(sentence)
     typer.echo(f"{folder}: rehearsed with {cases} cases at {len(found['sites'])} simulated sites")
 
@@ -87,17 +99,3 @@ def _own_folder(model: str, opened: "OpenedModel") -> Path:
     if opened.checkpoint is None:
         raise SettingError(f"{model} is no folder of dltta train; say where to write with -o FOLDER")
     return Path(model)
-
-
-def sentences(found: dict[str, Any]) -> list[str]:
-    """What was found, for people: one for each batch size."""
-    said = []
-    for size, efforts in found["batch_sizes"].items():
-        best = efforts["default"]
-        sites = [row for row in best["scores"] if not row["harmful"] and row["site"] != "source"]
-        mean = {key: 100 * sum(row[key] for row in sites) / len(sites) for key in ("source", "batch", "chosen")}
-        said.append(
-            f"batches of {size}: {', '.join(best['plan']['arms'])}; at simulated sites {mean['chosen']:.1f} "
-            f"(source model {mean['source']:.1f}, batch statistics {mean['batch']:.1f})"
-        )
-    return said

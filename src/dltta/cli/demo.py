@@ -9,10 +9,13 @@ import typer
 
 from dltta.cli.options import FLAG, DemoTask, Device, Json, count_processes, require_device
 from dltta.methods import Optimizer
-from dltta.recipes import RECOMMENDED
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dltta.evaluation.experiment import Experiment
+    from dltta.evaluation.results import Results
+    from dltta.evaluation.story import Line
 
 
 def demo(
@@ -40,43 +43,64 @@ def demo(
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Train a model at a synthetic hospital A, adapt it to hospital B with every method, write a table and a report.
+    """Train a model at a synthetic hospital A, adapt it to hospital B with every method, and tell what happened.
 
-    Needs no data. Without --quick the default recipe of dltta adapt is run beside the paper's methods, after it has
-    rehearsed at simulated sites. Models and finished streams are kept: a second run takes seconds.
+    Needs no data. Writes a table and a report. Without --quick the default recipe of dltta adapt is run beside the
+    paper's methods, after it has rehearsed at simulated sites. Models and finished streams are kept: a second run
+    takes seconds.
 
     Examples:
         dltta demo
         dltta demo --task all --quick
     """
-    from dltta.evaluation.demo import TASKS, demo_experiment
+    from dltta.evaluation.demo import TASKS, changing_experiment, demo_experiment
 
     summaries = []
     for name in TASKS if task is DemoTask.ALL else (task.value,):
         experiment = demo_experiment(name, str(output), seed=seed, quick=quick)
         experiment = replace(experiment, adaptation=replace(experiment.adaptation, optimizer=optimizer))
-        if not quick:  # the default of dltta adapt beside the paper's methods; it rehearses first
-            experiment = replace(experiment, methods=(*experiment.methods, RECOMMENDED))
-        summaries.append(_run(experiment, device, as_json))
+        summaries.append(_run(experiment, changing_experiment(experiment, quick=quick), device, as_json))
     if as_json:
         typer.echo(json.dumps(summaries))
 
 
-def _run(experiment: "Experiment", device: str, as_json: bool) -> dict[str, Any]:
+def _run(experiment: "Experiment", half_way: "Experiment", device: str, as_json: bool) -> dict[str, Any]:
     from dltta.cli.progress import bars
-    from dltta.cli.report import show
     from dltta.evaluation.demo import NOTES
     from dltta.evaluation.experiment import run_experiment
-    from dltta.evaluation.headline import sentences
     from dltta.evaluation.runners import Local
+    from dltta.evaluation.story import story
 
     runner = Local(count_processes(None, device))
+    place = require_device(device)
     with bars() as listener:
+        changing = run_experiment(half_way, device=place, runner=runner, listener=listener, notes=NOTES)
         results = run_experiment(
-            experiment, device=require_device(device), runner=runner, listener=listener, notes=NOTES
+            experiment, device=place, runner=runner, listener=listener, notes=NOTES, changing=changing
         )
-    page = experiment.folder / "report.html"
+    told, page = story(results, changing), experiment.folder / "report.html"
     if not as_json:
-        show(results)
-        typer.echo(f"Synthetic images. Report: {page}")
-    return {"report": str(page), "results": str(experiment.folder / "results.json"), "headline": sentences(results)}
+        _tell(results, told)
+        typer.echo(f"\nPictures, every case and all settings: {page}")
+    return {
+        "report": str(page),
+        "results": str(experiment.folder / "results.json"),
+        "changing": str(half_way.folder / "results.json"),
+        "story": [f"{line.head} {line.text}" for line in told],
+    }
+
+
+def _tell(results: "Results", told: "Sequence[Line]") -> None:
+    """The table, then what a newcomer should take from it."""
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.text import Text
+
+    from dltta.evaluation.formats import rich_table
+    from dltta.evaluation.tables import by_target
+
+    out = Console()
+    out.print(rich_table(by_target(results)))
+    out.print("\nWhat happened (synthetic images):", highlight=False)
+    for number, line in enumerate(told, start=1):
+        out.print(Padding(Text.assemble(f"{number}. ", (line.head, "bold"), f" {line.text}"), (0, 0, 0, 2)))

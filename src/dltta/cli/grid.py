@@ -1,4 +1,4 @@
-"""Where a grid of trainings and streams runs and who is told: options of `dltta bench` and `dltta reproduce`."""
+"""Where trainings and streams run and who is told: options of `dltta bench`, `dltta reproduce`, `dltta calibrate`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Track(StrEnum):
 
 
 @dataclass(frozen=True)
-class GridOptions:
+class Place:
     """Where it runs."""
 
     panel: ClassVar[str] = "Where it runs (docs/grid.md)"
@@ -66,14 +66,6 @@ class GridOptions:
             show_default="the cluster's",
         ),
     ] = None
-    track: Annotated[
-        Track | None,
-        typer.Option(
-            metavar="TOOL",
-            help="Also write every stream for tensorboard or mlflow, into the folder tracking of the results.",
-            show_default="none",
-        ),
-    ] = None
 
     def runner(self, jobs: int, folder: Path) -> "Runner":
         """What runs so many tasks at the same time; `folder` is for its logs."""
@@ -104,6 +96,20 @@ class GridOptions:
     def device(self, name: str) -> str:
         """The device of the tasks; that of other machines cannot be tried here."""
         return require_device(name) if self.on is On.LOCAL else name
+
+
+@dataclass(frozen=True)
+class GridOptions(Place):
+    """Where it runs, and who is told."""
+
+    track: Annotated[
+        Track | None,
+        typer.Option(
+            metavar="TOOL",
+            help="Also write every stream for tensorboard or mlflow, into the folder tracking of the results.",
+            show_default="none",
+        ),
+    ] = None
 
     def tracker(self, folder: Path) -> "Tracker | None":
         """What is told of every stream of the results in `folder`."""

@@ -8,7 +8,7 @@ import inspect
 import tomllib
 from collections.abc import Callable, Iterator
 from copy import copy
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from textwrap import dedent
@@ -120,7 +120,7 @@ MODEL_HELP = (
 
 
 @dataclass(frozen=True)
-class OwnModel:
+class DescribedModel:
     """What to say about a model that cannot tell it itself."""
 
     panel: ClassVar[str] = "A model from your own code, a MONAI bundle or nnU-Net (docs/models.md)"
@@ -226,6 +226,25 @@ class OwnModel:
             return Preprocessing(kind, float(maximum or 1), split_size(self.resize))  # type: ignore[arg-type]
         except ValueError as error:
             raise SettingError(f"{maximum!r} is not the largest value of an image; write {kind}:255") from error
+
+
+@dataclass(frozen=True)
+class OwnModel(DescribedModel):
+    """The same, and what the model learned in rehearsal."""
+
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="What dltta calibrate wrote for this model.",
+            show_default="that of a folder of dltta train",
+        ),
+    ] = None
+
+    def source(
+        self, spec: str, *, size: tuple[int, ...] | None = None, patch: tuple[int, ...] | None = None
+    ) -> "ModelSource":
+        return replace(super().source(spec, size=size, patch=patch), calibration=self.calibration)
 
 
 # values

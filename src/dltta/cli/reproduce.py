@@ -29,6 +29,14 @@ def reproduce(
         bool,
         typer.Option("--phantom", metavar=FLAG, help="Use synthetic images at reduced size instead of published data."),
     ] = False,
+    small: Annotated[
+        bool,
+        typer.Option(
+            "--small",
+            metavar=FLAG,
+            help="With --phantom: smaller images still, so that all names with three seeds take an hour of one core.",
+        ),
+    ] = False,
     output: Annotated[
         Path,
         typer.Option("-o", "--output", metavar="FOLDER", help="Results go into FOLDER/NAME or FOLDER/NAME-phantom."),
@@ -95,6 +103,12 @@ def reproduce(
             metavar="FOLDER", help="Also write a page for each table and figure into FOLDER.", show_default="no pages"
         ),
     ] = None,
+    pages_only: Annotated[
+        bool,
+        typer.Option(
+            "--pages-only", metavar=FLAG, help="Run nothing: write the pages of what is finished, and say what is not."
+        ),
+    ] = False,
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
@@ -106,7 +120,7 @@ def reproduce(
 
     Examples:
         dltta reproduce oct --phantom
-        dltta reproduce all --phantom --seeds 3 --pages docs/reproduced
+        dltta reproduce all --phantom --small --seeds 3 --pages docs/reproduced
         dltta reproduce prostate --data downloads/prostate --device cuda
     """
     from dltta.cli.progress import bars
@@ -121,6 +135,10 @@ def reproduce(
             if root is None
             else "--data and --phantom exclude each other; give one of them"
         )
+    if small and not phantom:
+        raise SettingError("--small is for synthetic images; give it with --phantom")
+    if pages_only and pages is None:
+        raise SettingError("--pages-only says what to write, not where; give --pages FOLDER too")
     processes = count_processes(processes, device)
     setup = Setup(
         output,
@@ -131,16 +149,17 @@ def reproduce(
         weights=weights,
         vgg=vgg,
         test_time_only=test_time_only,
+        small=small,
     )
     for each in names:
         check(each, setup)
     runner, tracker = grid.runner(processes, output / "jobs"), grid.tracker(output)
     where, written = grid.device(device), {}
     with bars() as listener:
-        for each in names:
+        for each in () if pages_only else names:
             written[each] = make(each, setup, device=where, runner=runner, listener=listener, tracker=tracker)
     if pages is not None:
-        written["pages"] = write_pages(names, setup, pages)
+        written["pages"] = write_pages(names, setup, pages, unfinished=pages_only)
     if as_json:
         typer.echo(json.dumps({each: [str(file) for file in files] for each, files in written.items()}))
         return

@@ -4,15 +4,19 @@ Every number is read from the model's own files; what they do not say is said to
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from dltta.methods import Method
 from dltta.models.inspection import count
 from dltta.models.io.checkpoint import training_words
 from dltta.models.io.opened import OpenedModel
 from dltta.models.normalization import normalization_layers
+from dltta.quality.candidates import BATCH
 
+_TRAINED = (*(str(method) for method in Method if method.facts.part), "--prefill")
 UNKNOWN = "not recorded in the model"
 KINDS = {
     "checkpoint": "a model folder of `dltta train`",
@@ -58,8 +62,11 @@ def missing_parts(opened: OpenedModel) -> list[str]:
         found.append(
             "calibration: the guard cannot tell images far out of distribution, and there are no shrinkage statistics"
         )
-    pairs = None if opened.checkpoint is None else opened.checkpoint.pairs
-    joint = None if opened.checkpoint is None else opened.checkpoint.joint
+    if opened.rehearsal is None:
+        found.append("rehearsal: recommended cannot choose, and expects no quality (dltta calibrate)")
+    if opened.checkpoint is None:
+        return [*found, f"parts that only dltta train adds: {', '.join(_TRAINED)}"]
+    pairs, joint = opened.checkpoint.pairs, opened.checkpoint.joint
     if opened.rotation is None and joint is None:
         found.append("rotation head: ttt (dltta train --with ttt)")
     if opened.reconstructions is None:
@@ -136,6 +143,25 @@ def rehearsed(opened: OpenedModel) -> Iterator[str]:
     else:
         measured = len(opened.calibration.layers), len(opened.calibration.predictions)
         yield "calibrated on source images: {} layers, {} numbers about predictions".format(*measured)
+    if opened.rehearsal is not None:
+        cases, sites = max(opened.rehearsal["cases"].values()), len(opened.rehearsal["sites"])
+        yield f"rehearsed with {cases} source cases at {sites} simulated sites"
+        yield from rehearsal_sentences(opened.rehearsal)
+
+
+def rehearsal_sentences(found: Mapping[str, Any]) -> list[str]:
+    """What a rehearsal found, for people: one for each batch size."""
+    said = []
+    for size, efforts in found["batch_sizes"].items():
+        best = efforts["default"]
+        sites = [row for row in best["scores"] if not row["harmful"] and row["site"] != "source"]
+        mean = {key: 100 * fmean(row[key] for row in sites) for key in ("source", "batch", "chosen")}
+        compared = f"source model {mean['source']:.1f}"
+        if BATCH in best["plan"]["arms"]:
+            compared += f", batch statistics {mean['batch']:.1f}"
+        arms = ", ".join(best["plan"]["arms"])
+        said.append(f"batches of {size}: {arms}; at simulated sites {mean['chosen']:.1f} ({compared})")
+    return said
 
 
 def _intended(opened: OpenedModel) -> str:

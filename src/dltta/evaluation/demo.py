@@ -1,11 +1,15 @@
 """What `dltta demo` runs: synthetic hospitals, sized for two cores. A demonstration, not a benchmark."""
 
+from dataclasses import replace
+
 from dltta.data.phantom import SITES
 from dltta.evaluation.experiment import Experiment
-from dltta.recipes import Recipe
+from dltta.recipes import MATCHED, RECOMMENDED, Recipe
 from dltta.training import TrainingSettings
 
 TASKS = ("oct", "histology", "prostate")
+
+CHANGING = {"oct": (24, 6), "histology": (80, 32), "prostate": (12, 3)}  # images of each scanner, in full and quick
 
 NOTES = (
     "All images are synthetic: anatomy drawn from simple shapes, seen by simulated scanners. "
@@ -14,9 +18,38 @@ NOTES = (
 
 
 def demo_experiment(task: str, output: str, *, seed: int, quick: bool) -> Experiment:
-    """The experiment of one task; `quick` is for a first look, with fewer images and epochs."""
+    """The experiment of one task; `quick` is for a first look, with fewer images and epochs and the paper's methods.
+
+    Otherwise the default recipe of `dltta adapt`, which rehearses first, and the matched rate are run too.
+    """
     make = {"oct": _oct, "histology": _histology, "prostate": _prostate}[task]
-    return make(f"{output}/{task}{'-quick' if quick else ''}", seed, quick)
+    experiment = make(f"{output}/{task}{'-quick' if quick else ''}", seed, quick)
+    if quick:
+        return experiment
+    return replace(experiment, methods=(*experiment.methods, RECOMMENDED), rates=(*experiment.rates, MATCHED))
+
+
+def changing_experiment(experiment: Experiment, *, quick: bool) -> Experiment:
+    """The same model, when the scanner changes half-way: some images of its own site, then of the first target."""
+    home, away = experiment.in_domain, experiment.targets[0]
+    count = CHANGING[away.split(":")[1]][quick]
+    methods = tuple(m for m in ("source", "ptbn", "tent", RECOMMENDED) if m in experiment.methods)
+    return replace(
+        experiment,
+        targets=(f"sequence:{_counted(home, count)},{_counted(away, count)}",),
+        in_domain="none",
+        output=f"{experiment.output}/changing",
+        work=experiment.output,
+        methods=methods,
+        rates=("dynamic",),
+        examples=0 if quick else 12,
+    )
+
+
+def _counted(site: str, count: int) -> str:
+    """The same synthetic site with another number of images; image i stays the same."""
+    phantom, task, name, _, seed = site.split(":")
+    return f"{phantom}:{task}:{name}:{count}:{seed}"
 
 
 def _sites(task: str, count: int, seed: int, only: tuple[str, ...] = ()) -> tuple[str, ...]:

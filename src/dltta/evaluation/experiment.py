@@ -35,6 +35,7 @@ from dltta.config import (
 from dltta.core.rates import Fixed
 from dltta.core.step import Step
 from dltta.data.case import Case, Cases, Dataset, Mapped
+from dltta.data.sites import SiteFolder, Slices, evenly
 from dltta.data.streams import SiteStream, split_stream, stream_order
 from dltta.errors import DataError, DlttaError, SettingError, StateError
 from dltta.evaluation.examples import Example, Keep, gather_examples
@@ -51,7 +52,7 @@ from dltta.evaluation.runners import Local, Runner, Task, threads_each, using_th
 from dltta.evaluation.tables import by_target, method_label
 from dltta.evaluation.tracking import NoTracker, Tracker
 from dltta.files import write_atomically
-from dltta.methods import PAPER_METHODS, Method, Optimizer
+from dltta.methods import METHODS, PAPER_METHODS, Method, Optimizer
 from dltta.metrics import SCORING
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
 from dltta.models.io.fingerprint import fingerprint
@@ -90,6 +91,8 @@ CURVES = {  # of the report, by stage of training: what is drawn, and its key in
     "denoiser": ("denoising error", "validation"),
     "atta": ("reconstruction error", "validation"),
 }
+NETWORK = ""  # what most methods start from
+LONGEST = 160  # letters of a target in the name of a file
 VALIDATION = "validation"  # as a target: the source cases that training did not see
 
 
@@ -113,6 +116,7 @@ class Experiment:
     rates: tuple[str, ...] = ("fixed", "dynamic")
     seeds: int = 1
     orders: int = 1
+    cases: int | None = None  # at most so many of each target folder, evenly spread; volumes where slices are taken
     network: str | None = None
     network_options: Mapping[str, Any] = field(default_factory=dict)
     size: tuple[int, ...] | None = None
@@ -139,6 +143,8 @@ class Experiment:
             self._check_given()
         if self.seeds < 1 or self.orders < 1:
             raise SettingError(f"seeds and orders must be at least 1, got {self.seeds} and {self.orders}")
+        if self.cases is not None and self.cases < 1:
+            raise SettingError(f"cases must be at least 1, got {self.cases}")
 
     def _check_given(self) -> None:
         """What has no meaning for a model that is not trained here."""
@@ -173,6 +179,17 @@ class Experiment:
         form, colon, folder = spec.rpartition(":")
         below_root = self.root is not None and form in ("", "slices")
         return open_dataset(f"{form}{colon}{Path(self.root or '', folder)}" if below_root else spec)
+
+    def open_target(self, spec: str) -> Dataset:
+        """A target as it is run: with at most `cases` cases of each site."""
+        if self.cases is None:
+            return self.open(spec)
+        if (several := split_stream(spec)) is not None:
+            return SiteStream(tuple(map(self.open_target, several[1])), several[0])
+        site = self.open(spec)
+        if not isinstance(site, SiteFolder | Slices):
+            raise SettingError(f"cases limits site folders, and {spec} is none; leave it out")
+        return site.some(self.cases)
 
     def jobs(self) -> list["Job"]:
         """Every stream, unadapted ones first; methods without a loss run once whatever the rates."""
@@ -250,7 +267,7 @@ class Bench:
     """An experiment with its models trained and its data read once: what decides the outcome of every stream."""
 
     experiment: Experiment
-    models: Mapping[str, str]  # by name: checksum of the weights
+    models: Mapping[str, Mapping[str, str]]  # by name: checksums of the weights; by part what one method needs
     data: Mapping[tuple[str, int], str]  # target and seed: checksum of the images as the network takes them
     calibrations: Mapping[str, str]  # by name of the model: checksums of its networks' calibrations
     trained_with: Mapping[str, Sequence[str]]  # losses of the source model and, if there is one, of TTT's network
@@ -262,7 +279,7 @@ class Bench:
             asdict(job),
             recipe.deciding(),
             self.experiment.training.seed,
-            self.models[job.model],
+            self._weights(job),
             self.data[job.target, job.seed],
             __version__,
             SCORING,
@@ -271,6 +288,12 @@ class Bench:
             decisive.append(self.calibrations.get(job.model))
         digest = sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:12]
         return f"{_file_name(job.target)}_{job.method}_{job.rate}_seed{job.seed}_order{job.order}_{digest}"
+
+    def _weights(self, job: Job) -> str:
+        """Checksum of what the stream starts from: parts of other methods may be trained later."""
+        weights = self.models[job.model]
+        part = METHODS[job.method].facts.part if job.method in METHODS else None
+        return weights.get(part or NETWORK, weights[NETWORK])
 
     def stream_file(self, job: Job) -> Path:
         return self.experiment.work_folder / "streams" / f"{self.key(job)}.json"
@@ -319,12 +342,15 @@ def run_experiment(
     listener: Listener | None = None,
     tracker: Tracker | None = None,
     notes: Sequence[str] = (),
+    changing: Results | None = None,
 ) -> Results:
-    """Train what is not trained, run what is not run, and write results, tables and report (with `notes` on top)."""
+    """Train what is not trained, run what is not run, and write results, tables and report (see `write_report`)."""
     alone = {"": experiment.adaptation}
-    return run_sweep(experiment, alone, device=device, runner=runner, listener=listener, tracker=tracker, notes=notes)[
-        ""
-    ]
+    found = run_sweep(
+        experiment, alone, device=device, runner=runner, listener=listener, tracker=tracker, notes=notes,
+        changing=changing,
+    )  # fmt: skip
+    return found[""]
 
 
 def run_sweep(
@@ -336,6 +362,7 @@ def run_sweep(
     listener: Listener | None = None,
     tracker: Tracker | None = None,
     notes: Sequence[str] = (),
+    changing: Results | None = None,
 ) -> dict[str, Results]:
     """An experiment at several points, by name: the same models, one grid of streams, results in a folder for each."""
     runner, listener = runner or Local(), listener or Listener()
@@ -348,7 +375,7 @@ def run_sweep(
     for point, each in benches.items():
         jobs = each.experiment.jobs()
         found[point] = collect_results(each, jobs)
-        write_outputs(each.experiment, found[point], gather_shown(each, jobs, trained), trained, notes)
+        write_outputs(each.experiment, found[point], gather_shown(each, jobs, trained), trained, notes, changing)
     return found
 
 
@@ -395,7 +422,7 @@ def prepare(
         f"seed_{seed}": "".join(
             each.calibration.checksum() for each in (model, *model.others().values()) if each.calibration
         )
-        + ("" if model.rehearsal is None else sha256(json.dumps(model.rehearsal).encode()).hexdigest())
+        + _rehearsed(model)
         for seed, model in models.items()
     }
     networks = {"source": models[0], **models[0].others()}
@@ -407,11 +434,17 @@ def _prepare_given(experiment: Experiment, source: ModelSource) -> Bench:
     """A model that is there: every site must fit it, and every method must work, before the first stream."""
     opened = open_given(source)
     for target in dict.fromkeys(job.target for job in experiment.jobs()):
-        require_site(opened, experiment.open(target))
+        require_site(opened, experiment.open_target(target))
     _require_adapters(experiment)
-    data = {(job.target, 0): checksum(experiment.open(job.target)) for job in experiment.jobs()}
-    calibration = {} if opened.calibration is None else {"seed_0": opened.calibration.checksum()}
-    return Bench(experiment, {"seed_0": opened.fingerprint}, data, calibration, {})
+    data = {(job.target, 0): checksum(experiment.open_target(job.target)) for job in experiment.jobs()}
+    measured = "" if opened.calibration is None else opened.calibration.checksum()
+    known = {"seed_0": measured + _rehearsed(opened)}
+    return Bench(experiment, {"seed_0": {NETWORK: opened.fingerprint}}, data, known, {})
+
+
+def _rehearsed(model: Checkpoint | OpenedModel) -> str:
+    """A checksum of what the model learned in rehearsal."""
+    return "" if model.rehearsal is None else sha256(json.dumps(model.rehearsal).encode()).hexdigest()
 
 
 def _require_adapters(experiment: Experiment) -> None:
@@ -436,7 +469,7 @@ def working_methods(opened: OpenedModel) -> tuple[str, ...]:
         except DlttaError:
             continue
         found.append(str(method))
-    return tuple(found)
+    return (*found, RECOMMENDED)
 
 
 class Training(Protocol):
@@ -542,7 +575,7 @@ def uda_training(experiment: Experiment, job: Job, device: str, report: Report) 
     return UDATraining(
         make_uda(job.method, experiment.uda.get(job.method, {})),
         sites,
-        [experiment.open(job.target)],
+        [experiment.open_target(job.target)],
         default_architecture(sites[0], experiment.network, experiment.network_options),
         source.preprocessing,
         replace(experiment.training, seed=experiment.training.seed + job.seed),
@@ -564,7 +597,7 @@ def run_job(bench: Bench, job: Job, device: str) -> None:
     """Run one stream and write it down; both files appear whole or not at all, the stream last."""
     experiment = bench.experiment
     opened, dataset, order = _opened_stream(experiment, job, device)
-    shown = Keep(dataset[i].name for i in _shown(len(dataset), experiment.examples))
+    shown = Keep(dataset[i].name for i in evenly(len(dataset), experiment.examples))  # not by how they turned out
     recipe = experiment.recipe(job).resolved(opened.task, calibrated=opened.calibration is not None)
     if job.rate == MATCHED:
         recipe = replace(recipe, alpha=_mean(_dynamic_rates(bench, job, device)))
@@ -589,7 +622,7 @@ def _opened_stream(experiment: Experiment, job: Job, device: str) -> tuple[Opene
         return open_checkpoint(checkpoint, job.model), dataset, order
     opened = open_given(experiment.model)
     opened.model.to(device)
-    site = experiment.open(job.target)
+    site = experiment.open_target(job.target)
     return opened, site, stream_order(site, np.random.default_rng([experiment.training.seed, job.order]))
 
 
@@ -627,7 +660,7 @@ def open_stream(experiment: Experiment, job: Job, device: str) -> tuple[Checkpoi
     checkpoint = load_checkpoint(_model_folder(experiment, job.model)).for_method(job.method)
     checkpoint.model.to(device)
     dataset = _dataset(experiment, job.target, job.seed, checkpoint)
-    site = dataset if job.target == VALIDATION else experiment.open(job.target)
+    site = dataset if job.target == VALIDATION else experiment.open_target(job.target)
     return checkpoint, dataset, stream_order(site, np.random.default_rng([experiment.training.seed, job.order]))
 
 
@@ -651,13 +684,15 @@ def write_outputs(
     examples: Sequence[Example],
     checkpoint: Checkpoint | None,
     notes: Sequence[str],
+    changing: Results | None = None,
 ) -> None:
     """Results, tables in three formats, and the report."""
     folder = experiment.folder
     results.write(folder / "results.json")
     write_tables(folder, results)
     curves = {} if checkpoint is None else training_curves(checkpoint)
-    write_report(folder / "report.html", results, examples=examples, training=curves, notes=notes)
+    page = folder / "report.html"
+    write_report(page, results, examples=examples, training=curves, notes=notes, changing=changing)
 
 
 def write_tables(folder: Path, results: Results) -> None:
@@ -683,16 +718,16 @@ def gather_shown(bench: Bench, jobs: Sequence[Job], checkpoint: Checkpoint | Non
     target = bench.experiment.targets[0]
     first = [job for job in jobs if (job.target, job.seed, job.order) == (target, 0, 0)]
     dataset = _dataset(bench.experiment, target, 0, checkpoint)
-    cases = {dataset[i].name: dataset[i] for i in _shown(len(dataset), bench.experiment.examples)}
+    cases = {dataset[i].name: dataset[i] for i in evenly(len(dataset), bench.experiment.examples)}
     kept = {method_label(job.method, job.rate): _load_predictions(bench, job, cases) for job in first}
     return gather_examples(kept, dataset.classes)
 
 
 def _dataset(experiment: Experiment, target: str, seed: int, checkpoint: Checkpoint | None) -> Dataset:
     if checkpoint is None:
-        return experiment.open(target)
+        return experiment.open_target(target)
     if target != VALIDATION:
-        return Mapped(experiment.open(target), checkpoint.preprocessing.case)
+        return Mapped(experiment.open_target(target), checkpoint.preprocessing.case)
     sites = [experiment.open(spec) for spec in experiment.source]
     cases = gather(sites)
     _, chosen = split_by_group(cases, experiment.training.validation, experiment.training.seed + seed)
@@ -725,9 +760,12 @@ def _data(experiment: Experiment, models: Mapping[int, Checkpoint]) -> dict[tupl
     return sums
 
 
-def _weights(checkpoint: Checkpoint) -> str:
-    """Checksum of the networks and their auxiliary parts."""
-    return fingerprint(*checkpoint.modules())
+def _weights(checkpoint: Checkpoint) -> dict[str, str]:
+    """Checksums of the network, and by part of what else methods start from."""
+    found = {name: fingerprint(*other.modules()) for name, other in checkpoint.others().items()}
+    if checkpoint.reconstructions is not None:
+        found["atta"] = fingerprint(checkpoint.model, checkpoint.reconstructions.autoencoders)
+    return {NETWORK: fingerprint(checkpoint.model), **found}
 
 
 def _check_sites(experiment: Experiment) -> None:
@@ -742,17 +780,14 @@ def _check_sites(experiment: Experiment) -> None:
             )
 
 
-def _shown(count: int, wanted: int) -> list[int]:
-    """Evenly spread positions, so that examples are not chosen by how they turned out."""
-    return sorted({round(i) for i in np.linspace(0, count - 1, min(wanted, count))})
-
-
 def _model_folder(experiment: Experiment, model: str) -> Path:
     return experiment.work_folder / "models" / model
 
 
 def _file_name(target: str) -> str:
-    return "-".join(Path(site).name for site in target.split(",")).replace(":", "-")
+    """Its sites, or the first of them and a checksum: file systems take 255 bytes."""
+    name = "-".join(Path(site).name for site in target.split(",")).replace(":", "-")
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 9]}-{sha256(target.encode()).hexdigest()[:8]}"
 
 
 def _save_predictions(path: Path, kept: Keep) -> None:

@@ -17,9 +17,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from dltta.evaluation.parts import parts
 from dltta.evaluation.results import SOURCE, Results, StreamResult, summarize
-from dltta.evaluation.tables import NAMES, PLAIN_RATES, Pair, gains, method_label, methods
+from dltta.evaluation.tables import NAMES, PLAIN_RATES, Pair, gains, method_label, methods, metric_word, primary_metric
 from dltta.metrics import DISTANCES
+from dltta.recipes import RECOMMENDED
 
 # Placeholder colors and the CSS variables that replace them.
 INK, MUTED, RULE, PAPER, BAD = "#010101", "#020202", "#030303", "#040404", "#050505"
@@ -65,6 +67,8 @@ def method_color(method: str, known: Sequence[str] = ()) -> str:
     """The placeholder color of a method; methods we do not know take the free ones in the order of `known`."""
     if method == SOURCE:
         return MUTED
+    if method == RECOMMENDED:
+        return SERIES[4]
     others = [name for name in known if name not in NAMES]
     order = [*KNOWN, *others]
     return SERIES[order.index(method) % len(SERIES)] if method in order else SERIES[-1]
@@ -142,6 +146,49 @@ def loss_chart(results: Results, pair: Pair, method: str) -> str | None:
             _line(axes, points, color, rate, dashed=rate == "fixed")
         _place_axis(axes, "case", max(points[-1][0] for points in lines.values()))
         _legend(axes)
+        return _svg(figure)
+
+
+def change_chart(results: Results, pair: Pair) -> str:
+    """Scores along a stream that changes its site, a line per method; upright lines where it changes."""
+    metric = primary_metric(results)
+    streams = {entry: results.select(*pair, *entry)[0] for entry in methods(results) if results.select(*pair, *entry)}
+    found = parts(next(iter(streams.values())).cases, metric)
+    with _style(f"change {pair}"):
+        figure, axes = _canvas(3.4)
+        for (method, rate), stream in streams.items():
+            color, label = method_color(method, [name for name, _ in streams]), method_label(method, rate)
+            for part in found:  # a running mean that crosses the change would hide it
+                rows = enumerate(stream.cases[part.first - 1 : part.first - 1 + part.count], start=part.first)
+                points = [(place, 100 * row.metrics[metric], 0.0) for place, row in rows if metric in row.metrics]
+                _line(axes, points, color, label if part.first == 1 else "", dashed=method == SOURCE)
+        for part in found:
+            if part.first > 1:
+                axes.axvline(part.first - 0.5, color=INK, linewidth=1)
+            axes.text(part.first, 1, f" {_short(part.site)}", color=MUTED, va="bottom")
+        _place_axis(axes, "image of the stream", sum(part.count for part in found))
+        axes.set_ylim(0, 101)
+        axes.set_ylabel(f"{metric_word(metric)}, points")
+        _legend(axes)
+        return _svg(figure)
+
+
+def quality_chart(stream: StreamResult) -> str:
+    """Expected against true score, a dot per case with its interval; those outside of it stand out."""
+    metric = "dice" if stream.task == "segmentation" else "accuracy"
+    known = [case for case in stream.cases if case.quality is not None and metric in case.metrics]
+    with _style(f"quality {stream.target} {stream.method} {stream.seed} {stream.order}"):
+        figure, axes = _canvas(4.2)
+        axes.plot([0, 100], [0, 100], color=MUTED, linewidth=1)
+        for case in known[:: -(-len(known) // MOST_POINTS) or 1]:
+            low, middle, high = (100 * (value or 0.0) for value in (case.quality_low, case.quality, case.quality_high))
+            score = 100 * case.metrics[metric]
+            color = method_color(stream.method, [stream.method]) if low <= score <= high else BAD
+            axes.plot([low, high], [score, score], color=color, linewidth=1.2, alpha=0.45)
+            axes.plot(middle, score, "o", color=color, markersize=5, markeredgewidth=0)
+        axes.set(xlim=(0, 101), ylim=(0, 101))
+        axes.set_xlabel(f"expected {metric_word(metric)}, with its 90 % interval")
+        axes.set_ylabel(f"true {metric_word(metric)}")
         return _svg(figure)
 
 

@@ -36,8 +36,7 @@ class Finding:
 
 def hardest_pair(results: Results) -> Pair | None:
     """The target at which the source model is worst; the first one when it was never run; None without any stream."""
-    metric = primary_metric(results)
-    found = {pair: _mean(results, pair, NO_ADAPTATION, metric) for pair in targets(results)}
+    found = {pair: mean_score(results, pair, NO_ADAPTATION) for pair in targets(results)}
     values = {pair: value for pair, value in found.items() if value is not None}
     return min(values, key=lambda pair: values[pair]) if values else next(iter(found), None)
 
@@ -47,13 +46,13 @@ def find(results: Results) -> Finding | None:
     pair, metric = hardest_pair(results), primary_metric(results)
     if pair is None:
         return None
-    reached = {entry: _mean(results, pair, entry, metric) for entry in methods(results) if entry[0] != SOURCE}
+    reached = {entry: mean_score(results, pair, entry) for entry in methods(results) if entry[0] != SOURCE}
     values = {entry: value for entry, value in reached.items() if value is not None}
-    at_source = _mean(results, (pair[0], pair[0]), NO_ADAPTATION, metric) if pair[0] != pair[1] else None
-    at_target = _mean(results, pair, NO_ADAPTATION, metric)
+    at_source = mean_score(results, (pair[0], pair[0]), NO_ADAPTATION) if pair[0] != pair[1] else None
+    at_target = mean_score(results, pair, NO_ADAPTATION)
     if at_target is None and not values:
         return None
-    best = max(values, key=lambda entry: (_shown(values[entry]), -_complexity(entry))) if values else None
+    best = max(values, key=lambda entry: (shown(values[entry]), -_complexity(entry))) if values else None
     return Finding(metric, pair, at_source, at_target, best, values[best] if best else math.nan)
 
 
@@ -76,13 +75,13 @@ def _fall(finding: Finding) -> str:
     if finding.at_target is None:
         return f"At {target} the source model was not run"
     if finding.at_source is None:
-        return f"Without adaptation {title} is {_points(finding.at_target)} at {target}"
+        return f"Without adaptation {title} is {points(finding.at_target)} at {target}"
     if _loss(finding) > 0:
-        before, after = _points(finding.at_source), _points(finding.at_target)
+        before, after = points(finding.at_source), points(finding.at_target)
         return f"Without adaptation {title} falls from {before} at {finding.pair[0]} to {after} at {target}"
     return (
         f"Without adaptation {title} does not fall: "
-        f"{_points(finding.at_source)} at {finding.pair[0]}, {_points(finding.at_target)} at {target}"
+        f"{points(finding.at_source)} at {finding.pair[0]}, {points(finding.at_target)} at {target}"
     )
 
 
@@ -91,11 +90,11 @@ def _win(finding: Finding) -> str:
         return "."
     label = method_label(*finding.best)
     if finding.at_target is None:
-        return f"; the best method, {label}, reaches {_points(finding.reached)}."
-    gain = _shown(finding.reached - finding.at_target)
+        return f"; the best method, {label}, reaches {points(finding.reached)}."
+    gain = shown(finding.reached - finding.at_target)
     if gain > 0:
         verb = "wins back" if finding.at_source is not None and _loss(finding) > 0 else "gains"
-        return f"; the best method, {label}, {verb} {gain:.1f} points and reaches {_points(finding.reached)}."
+        return f"; the best method, {label}, {verb} {gain:.1f} points and reaches {points(finding.reached)}."
     lost = f"loses {-gain:.1f} points" if gain < 0 else "changes nothing"
     return f"; no method improves on that: the best, {label}, {lost}."
 
@@ -112,7 +111,7 @@ def _harm(results: Results, finding: Finding) -> str:
 
 def _losers(results: Results, finding: Finding) -> str:
     """Methods that harm on average, when the best one does not."""
-    if finding.at_target is None or _shown(finding.reached - finding.at_target) <= 0:
+    if finding.at_target is None or shown(finding.reached - finding.at_target) <= 0:
         return ""
     changes = {entry: _change(results, finding.pair, entry, NO_ADAPTATION) for entry in methods(results)}
     losses = {entry: -change for entry, change in changes.items() if change is not None and change < 0}
@@ -137,41 +136,42 @@ def _everywhere(results: Results, finding: Finding) -> str:
     """The best method over all targets, when there are several and it ran on all of them."""
     if finding.best is None or len(targets(results)) < 2:
         return ""
-    values = {pair[1]: _mean(results, pair, finding.best, finding.metric) for pair in targets(results)}
-    starts = [_mean(results, pair, NO_ADAPTATION, finding.metric) for pair in targets(results)]
+    values = {pair[1]: mean_score(results, pair, finding.best) for pair in targets(results)}
+    starts = [mean_score(results, pair, NO_ADAPTATION) for pair in targets(results)]
     sites = {site: value for site, value in values.items() if value is not None}
     known = [start for start in starts if start is not None]
     if not len(sites) == len(known) == len(starts):
         return ""
-    change = _shown(mean_defined(sites.values()) - mean_defined(known))
+    change = shown(mean_defined(sites.values()) - mean_defined(known))
     site, worst = worst_site(sites, finding.metric)
     return (
         f"Over all {len(sites)} targets {method_label(*finding.best)} {'gains' if change >= 0 else 'loses'} "
-        f"{abs(change):.1f} points on average; its worst site is {site} ({_points(worst)})."
+        f"{abs(change):.1f} points on average; its worst site is {site} ({points(worst)})."
     )
 
 
 def _change(results: Results, pair: Pair, entry: MethodRate, baseline: MethodRate) -> float | None:
     """Points that one method is ahead of another at a target."""
-    metric = primary_metric(results)
-    value, start = _mean(results, pair, entry, metric), _mean(results, pair, baseline, metric)
-    return None if value is None or start is None else _shown(value - start)
+    value, start = mean_score(results, pair, entry), mean_score(results, pair, baseline)
+    return None if value is None or start is None else shown(value - start)
 
 
-def _mean(results: Results, pair: Pair, entry: MethodRate, metric: str) -> float | None:
+def mean_score(results: Results, pair: Pair, entry: MethodRate) -> float | None:
+    """Dice or accuracy of a method at a target, from 0 to 1; None where it was not run or not scored."""
     streams = results.select(*pair, *entry)
-    mean = summarize(streams, metric).mean if streams else math.nan
+    mean = summarize(streams, primary_metric(results)).mean if streams else math.nan
     return None if math.isnan(mean) else mean
 
 
 def _loss(finding: Finding) -> float:
-    return _shown((finding.at_source or 0.0) - (finding.at_target or 0.0))
+    return shown((finding.at_source or 0.0) - (finding.at_target or 0.0))
 
 
-def _shown(fraction: float) -> float:
+def shown(fraction: float) -> float:
     """Points as tables round them, so that sentences and tables agree."""
     return Column("", "dice", None).shown(fraction)
 
 
-def _points(fraction: float) -> str:
-    return f"{_shown(fraction):.1f}"
+def points(fraction: float) -> str:
+    """A score as sentences say it."""
+    return f"{shown(fraction):.1f}"

@@ -111,7 +111,7 @@ def _task(experiment: Experiment) -> Task:
 def _count(experiment: Experiment, target: str) -> int:
     """Images of a target; of the source cases kept for validation about so many."""
     if target != VALIDATION:
-        return len(experiment.open(target))
+        return len(experiment.open_target(target))
     return max(1, _held_out(experiment))
 
 

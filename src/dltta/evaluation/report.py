@@ -12,9 +12,11 @@ from string import Template
 
 from dltta.evaluation import figures, formats, rendering
 from dltta.evaluation.examples import Example
-from dltta.evaluation.expected import quality_rows
+from dltta.evaluation.expected import quality_rows, quality_streams
 from dltta.evaluation.headline import Finding, find, hardest_pair, sentences
+from dltta.evaluation.parts import by_part, changing_pairs
 from dltta.evaluation.results import SOURCE, Results
+from dltta.evaluation.story import story
 from dltta.evaluation.tables import (
     NAMES,
     Cell,
@@ -45,9 +47,14 @@ def write_report(
     title: str = "Test-time adaptation",
     notes: Sequence[str] = (),
     training: Mapping[str, Sequence[float]] | None = None,
+    changing: Results | None = None,
 ) -> None:
-    """Write the report; `notes` are remarks for the top (such as "synthetic images"), `training` curves by name."""
-    write_atomically(path, render_report(results, examples=examples, title=title, notes=notes, training=training))
+    """Write the report; `notes` are remarks for the top (such as "synthetic images"), `training` curves by name.
+
+    With `changing`, the same model on a stream that changes its site, the report begins with the story of both.
+    """
+    text = render_report(results, examples=examples, title=title, notes=notes, training=training, changing=changing)
+    write_atomically(path, text)
 
 
 def render_report(
@@ -57,13 +64,16 @@ def render_report(
     title: str = "Test-time adaptation",
     notes: Sequence[str] = (),
     training: Mapping[str, Sequence[float]] | None = None,
+    changing: Results | None = None,
 ) -> str:
     """The text of the report; the same arguments give the same text."""
     pair = hardest_pair(results)
     sections = [
+        _story_section(results, changing),
         _tables_section(results),
         _gain_section(results),
         _examples_section(examples),
+        _changing_section(changing or results),
         _decisions_section(results),
         _quality_section(results),
         _stream_section(results, pair),
@@ -108,6 +118,32 @@ def _numbers(finding: Finding) -> str:
         f"<div><dt>{escape(what)}</dt><dd>{100 * value:.1f}</dd></div>" for value, what in shown if value is not None
     ]
     return f'<dl class="numbers">{"".join(items)}</dl>'
+
+
+def _story_section(results: Results, changing: Results | None) -> str:
+    """For a reader who knows nothing of all this."""
+    lines = [] if changing is None else story(results, changing)
+    items = "".join(f"<li><b>{escape(line.head)}</b> {escape(line.text)}</li>\n" for line in lines)
+    return _section("What happened", f'<ol class="story">{items}</ol>') if lines else ""
+
+
+def _changing_section(results: Results) -> str:
+    """Streams that change their site: scores along the stream, and the mean of each part."""
+    blocks = []
+    for pair in changing_pairs(results):
+        found = by_part(results, pair)
+        sites = [f"{part.site}, {part.count} images" for part in next(iter(found.values()))]
+        heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in ("Method", *sites))
+        lines = [
+            f'<tr><th scope="row">{escape(method_label(*entry))}</th>'
+            f"{''.join(f'<td>{_percent(part.score)}</td>' for part in row)}</tr>\n"
+            for entry, row in found.items()
+        ]
+        title = f"{metric_title(primary_metric(results))} of every image"
+        blocks.append(_grid([_chart(title, pair[1].replace("+", " → "), figures.change_chart(results, pair))]))
+        blocks.append(_scrolled("Scores before and after a change", heads, lines))
+    note = "Nobody tells the methods when the site changes. Faint lines: single images; strong lines: running mean."
+    return _section("When the scanner changes", f'<p class="note">{note}</p>', *blocks) if blocks else ""
 
 
 def _tables_section(results: Results) -> str:
@@ -207,9 +243,17 @@ def _quality_section(results: Results) -> str:
         f"<td>{_percent(row.covered)}</td><td>{_percent(row.review)}</td></tr>\n"
         for row in rows
     ]
-    table = f'<div class="scroll"><table><thead><tr>{heads}</tr></thead>\n<tbody>{"".join(lines)}</tbody></table></div>'
     note = "Expected without labels, by what was rehearsed at the source site; intervals are meant to hold 90 %."
-    return _section("Expected quality", f'<p class="note">{note}</p>', table)
+    dots = "Each dot is a case, its line the interval; on the diagonal the expectation is right, red lies outside."
+    charts = [
+        _chart(
+            f"{NAMES.get(stream.method, stream.method)}, expected and true", _arrow((stream.source, stream.target)), svg
+        )
+        for stream in quality_streams(results)
+        if (svg := figures.quality_chart(stream))
+    ]
+    parts = [f'<p class="note">{note}{" " + dots if charts else ""}</p>', _grid(charts) if charts else ""]
+    return _section("Expected quality", *parts, _scrolled("Expected quality", heads, lines))
 
 
 def _percent(value: float) -> str:

@@ -334,13 +334,13 @@ def _notes(results: Results, rows: Sequence[Row], columns: Sequence[Column]) -> 
     notes.extend(_different_cases_notes(results, columns))
     notes.extend(_decision_notes(results, columns))
     notes.extend(f"{NAMES[name]} left out: {why}" for name, why in results.config.get("left_out", {}).items())
-    notes.extend(_training_notes(results, {row.method for row in rows}))
+    notes.extend(training_notes(results, {row.method for row in rows}))
     if (seeing := target_note(row.method for row in rows)) is not None:
         notes.append(seeing)
     return tuple(notes)
 
 
-def _training_notes(results: Results, methods: Collection[str]) -> Iterator[str]:
+def training_notes(results: Results, methods: Collection[str]) -> Iterator[str]:
     """How the networks that methods start from were trained, where the results say it."""
     losses: Mapping[str, Sequence[str]] = results.config.get("trained_with", {})
     if "source" in losses:

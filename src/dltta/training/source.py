@@ -488,7 +488,10 @@ def finished(folder: Path, fingerprint: dict[str, Any], *, but: str | None = Non
     if not checkpoint.record.get("finished"):
         return None
     known = checkpoint.record.get("fingerprint", {})
-    if {key for key in known.keys() | fingerprint.keys() if known.get(key) != fingerprint.get(key)} - {but}:
+    differing = {key for key in known.keys() | fingerprint.keys() if known.get(key) != fingerprint.get(key)} - {but}
+    if but == "with_":  # the settings of a denoiser are only there where one is trained
+        differing = {key for key in differing if not key.startswith("denoiser_") or key in known.keys() & fingerprint}
+    if differing:
         raise StateError(f"{folder} holds a model trained with other settings; train into another folder")
     return checkpoint
 

@@ -1,5 +1,6 @@
 """The paper's tables and figures: published numbers as printed, our own from results, and both in one table."""
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from dltta.data.datasets.oct import CIRRUS_SPACING, LAYERS, SPECTRALIS_SPLIT
 from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DataError, NonFiniteError, SettingError
 from dltta.evaluation.experiment import Experiment
-from dltta.evaluation.paper.pages import write_pages
+from dltta.evaluation.paper.pages import for_page, write_pages
 from dltta.evaluation.paper.published import (
     RATE,
     Derived,
@@ -152,7 +153,7 @@ def test_markdown_has_ours_beside_the_published_number():
         "| Source (W/o) | 50.00 | 50.00 ± 0.50 | 60.00 | 51.25 |\n"
         "| CycleGAN (GAN) | not run | 70.00 | not run | – |\n"
         "| Tent + dynamic (DLTTA) | 62.00 ± 2.83 | 60.00 ± 1.00 | 70.00 | 61.00 ± 0.25 |\n\n"
-        "Published: tab:small in A paper.  \nIt says so.  \nOurs: mean ± sd over source trainings; points.  \n"
+        "Published: tab:small in A paper.  \nIt says so.  \nOurs: mean ± sd over 2 source trainings; points.  \n"
         "Ours, images of each target: B 2, C 1.  \n"
     )
 
@@ -166,7 +167,7 @@ def test_latex_and_csv_have_the_same_numbers():
         "CycleGAN (GAN) & not run & 70.00 & not run & -- \\\\\n"
         "Tent + dynamic (DLTTA) & 62.00 $\\pm$ 2.83 & 60.00 $\\pm$ 1.00 & 70.00 & 61.00 $\\pm$ 0.25 \\\\\n"
         "\\bottomrule\n\\end{tabular}\n% Published: tab:small in A paper.\n% It says so.\n"
-        "% Ours: mean ± sd over source trainings; points.\n% Ours, images of each target: B 2, C 1.\n"
+        "% Ours: mean ± sd over 2 source trainings; points.\n% Ours, images of each target: B 2, C 1.\n"
     )
     assert comparison_csv(comparison()) == (
         "row,method,rate,column,ours mean,ours sd,published mean,published sd,quoted from,about\n"
@@ -175,6 +176,25 @@ def test_latex_and_csv_have_the_same_numbers():
         "Tent + dynamic (DLTTA),tent,dynamic,One,62,2.82843,60,1,,About.\n"
         "Tent + dynamic (DLTTA),tent,dynamic,Both,70,,61,0.25,,About.\n"
     )
+
+
+def test_runs_of_fewer_trainings_than_others_are_not_passed_over():
+    places = {"One": PLACES["One"], "Both": replace(PLACES["Both"], run="other")}
+    single = results(stream("tent", "dynamic", [0.6]))
+    notes = compare(PAPER, places, {"run": small(), "other": single}, "").notes
+    assert "Ours: mean ± sd over 1 or 2 source trainings; points." in notes
+    assert "Ours: one source training, so no sd; points." in compare(PAPER, PLACES, {"run": single}, "").notes
+
+
+def test_the_papers_tables_say_how_their_networks_were_trained():
+    known = {"trained_with": {"source": ["task"], "ttt": ["task", "rotation"]}}
+    source = "Source: trained with the task loss alone."
+    joint = "TTT starts from another network, trained with the task and rotation losses."
+    ttt = replace(PAPER, rows=(*PAPER.rows, replace(PAPER.rows[2], method="ttt")))
+    shown = replace(results(*small().streams, stream("ttt", "dynamic", [0.6])), config=known)
+    notes = compare(ttt, PLACES, {"run": shown, "again": shown}, "").notes
+    assert (notes.count(source), notes.count(joint)) == (1, 1)
+    assert joint not in compare(ttt, PLACES, {"run": replace(small(), config=known)}, "").notes  # TTT was not run
 
 
 def test_an_order_and_another_rate_can_be_asked_for():
@@ -284,6 +304,16 @@ def test_the_papers_settings_on_the_papers_data(tmp_path):
         assert (found.batch_size, found.batches_kept, found.neighbors, found.alpha) == (batch, kept, neighbors, alpha)
         assert (found.steps, found.mode, found.optimizer, found.distance) == (1, "continual", "sgd", "l2")
         assert (base.training.epochs, base.training.with_, base.uda) == (100, ("ttt", "atta"), {})
+        assert (base.training.learning_rate, base.training.loss) == (None, "ce")  # the paper's for the task
+        assert (base.training.autoencoder_epochs, base.training.autoencoder_width) == (20, 64)  # ATTA's
+        assert (base.network, base.network_options, base.size) == (None, {}, None)  # the paper's for the task
+        assert (base.rates, found.predict, found.ready, found.positions) == (
+            ("fixed", "dynamic"),
+            "after",
+            "full",
+            "mean",
+        )
+        assert (found.statistics, found.guard, found.prefill) == ("batch", False, False)
         assert base.methods == (*PAPER_METHODS, *WITH_TARGET[bed])
     assert base_experiment("oct", replace(setup, test_time_only=True)).methods == PAPER_METHODS
     assert base_experiment("oct", setup).source == ("oct:spectralis:train+val@data",)
@@ -346,6 +376,18 @@ def test_the_first_line_on_phantoms_says_what_is_smaller(tmp_path):
     assert about("oct", Setup(tmp_path, Path("data"))) == ON_PUBLISHED_DATA
 
 
+def test_small_images_are_said_and_keep_their_models_apart(tmp_path):
+    usual, small = Setup(tmp_path), Setup(tmp_path, small=True)
+    assert "pixels 128 x 48 (128 x 1024), epochs 16 (100)" in about("oct", small)
+    assert "whole volumes of 32 x 32 x 16 (windows of 80 x 80 x 80)" in about("prostate", small)
+    for bed in ("oct", "prostate"):
+        base = base_experiment(bed, small)
+        assert base.work != base_experiment(bed, usual).work
+        shapes = {open_dataset(spec)[0].image.shape for spec in (*base.source, *base.targets, base.in_domain)}
+        assert len(shapes) == 1
+    assert about("histology", small) == about("histology", usual)
+
+
 def test_the_retinal_slices_are_split_as_in_the_paper(tmp_path):
     subjects = [subject for part in ("train", "val") for subject in SPECTRALIS_SPLIT[part]]
     image = torch.zeros(1, 1, 1)
@@ -378,6 +420,18 @@ def test_the_papers_spread_over_orders_is_computed_from_its_numbers(tmp_path):
     spread = {(row.method, row.rate): row.cells[-1].published.mean for row in table.rows}
     assert max(value for (_, rate), value in spread.items() if rate == "dynamic") == pytest.approx(0.19)  # as it says
     assert spread["atta", "fixed"] == pytest.approx(0.18)
+
+
+def test_the_difference_between_similarities_is_computed(tmp_path):
+    runs = runs_of("similarity", Setup(tmp_path))
+    found = {
+        run: results(stream("tent", "dynamic", [score], target="cirrus"))
+        for run, score in (("l2", 0.6), ("cosine", 0.64))
+    }
+    table = compare(Published.load("similarity"), runs.places, found, "", derived=runs.derived)
+    row = next(row for row in table.rows if (row.method, row.rate) == ("tent", "dynamic"))
+    assert table.columns[-1] == "Difference"
+    assert row.cells[-1].ours.mean == pytest.approx(4.0)
 
 
 def test_what_several_updates_cost():
@@ -490,6 +544,8 @@ def test_figure_one_follows_the_stream(work, small_base):
     assert [cell.strip() for cell in line.split("|")][3:6] == [
         f"{value:.3f}" for value in (np.mean(rates), min(rates), max(rates))
     ]
+    fixed = next(line for line in files["table.md"].read_text().splitlines() if line.startswith("| Tent |"))
+    assert fixed.endswith("| – |")  # a fixed rate asks no memory
 
 
 @pytest.mark.long
@@ -696,6 +752,8 @@ def test_all_sites_are_the_published_data(tmp_path):
         (["oct", "--data", "nowhere"], "there is no folder nowhere"),
         (["all", "--data", "nowhere"], "there is no folder nowhere"),
         (["oct", "--phantom", "--seeds", "0"], "seeds and orders must be at least 1, got 0"),
+        (["oct", "--data", "x", "--small"], "--small is for synthetic images"),
+        (["oct", "--phantom", "--pages-only"], "give --pages FOLDER too"),
         (["oct", "--phantom", "-j", "0"], "-j must be at least 1"),
         (["oct", "--phantom", "--epochs", "0"], "epochs must be at least 1"),
         (["oct", "--phantom", "--device", "gpu"], "device 'gpu' cannot be used"),
@@ -746,21 +804,53 @@ def test_pages_are_made_from_results_with_the_published_numbers_beside(work, sma
     for page in ("index.md", "similarity.md", "figure-rates.md"):
         assert (tmp_path / page).read_text().split("\n\n")[1].startswith("The published data were not at hand: ")
     page = (tmp_path / "similarity.md").read_text()
-    assert "dltta reproduce similarity --phantom --seeds 1" in page
+    assert "\ndltta reproduce similarity --phantom --seeds 1\n" in page
     assert (work / "similarity-phantom" / "table.md").read_text() in page
     assert "82.63 ± 0.06" in page
     assert "![Discrepancy, learning rate and Dice" in (tmp_path / "figure-rates.md").read_text()
     assert is_drawn(tmp_path / "figure-rates.png")
+    drawn = work / "figure-rates-phantom" / "figure.png"
+    assert (tmp_path / "figure-rates.png").stat().st_size < 0.7 * drawn.stat().st_size
     assert "- [similarity](similarity.md): Average Dice" in (tmp_path / "index.md").read_text()
     kept = json.loads((tmp_path / "provenance.json").read_text())
     assert set(kept["similarity"]) == {"l2", "cosine"}
+    assert "Ours: the first source training, the first order of images." in (tmp_path / "figure-rates.md").read_text()
     assert {"config", "provenance", "summary"} == set(kept["similarity"]["l2"])
+
+
+def test_a_wide_figure_is_made_as_wide_as_a_page():
+    buffer = io.BytesIO()
+    Pillow.effect_noise((3000, 300), 50).save(buffer, "PNG")
+    with Pillow.open(io.BytesIO(for_page(buffer.getvalue()))) as shown:
+        assert (shown.size, shown.mode) == ((1400, 140), "P")
+
+
+def test_pages_tell_the_command_of_their_runs_not_of_the_call(work, small_base, tmp_path):
+    reproduce("similarity", Setup(work))
+    write_pages(["similarity"], Setup(work, seeds=3, small=True), tmp_path)
+    assert "\ndltta reproduce similarity --phantom --small --seeds 1\n" in (tmp_path / "similarity.md").read_text()
 
 
 def test_pages_need_finished_runs(tmp_path, work, small_base):
     with pytest.raises(DataError, match=r"no .*steps-1.results.json; run `dltta reproduce steps` first"):
         write_pages(["steps"], Setup(tmp_path), tmp_path / "pages")
     assert not (tmp_path / "pages").exists()
+
+
+def test_pages_of_what_is_finished_say_what_is_not(work, small_base, tmp_path, monkeypatch, capsys):
+    reproduce("similarity", Setup(work))
+    (work / "figure-rates-phantom" / "figure.png").unlink(missing_ok=True)
+    before = sorted(work.rglob("*"))
+    options = ("--phantom", "-o", work, "--seeds", "2", "--pages", tmp_path, "--pages-only")
+    code, _, err = typed(monkeypatch, capsys, "reproduce", "all", *options)
+    assert code == 0, err
+    assert sorted(work.rglob("*")) == before  # nothing was run
+    index = (tmp_path / "index.md").read_text()
+    assert "cosine similarity, points (1 source training)" in index
+    assert index.count("(not run yet)") == len(NAMES) - sum("source training" in line for line in index.splitlines())
+    absent = (tmp_path / "figure-rates.md").read_text()
+    assert absent.endswith("dltta reproduce figure-rates --phantom --seeds 2\n```\n\nNot run yet.\n")
+    assert "82.63 ± 0.06" in (tmp_path / "similarity.md").read_text()
 
 
 @pytest.mark.slow

@@ -7,13 +7,16 @@ FOLDER/
   provenance.json         of every run: configuration, code, data, machine, summary
 """
 
+import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from PIL import Image
+
 from dltta.errors import DataError
-from dltta.evaluation.paper.published import Published, comparison_csv, comparison_markdown
+from dltta.evaluation.paper.published import Published, comparison_csv, comparison_markdown, trainings
 from dltta.evaluation.paper.reproduce import REPRODUCTIONS, Runs, Setup, make_table, runs_of
 from dltta.evaluation.results import Results, strict
 from dltta.files import write_atomically
@@ -22,19 +25,42 @@ NOT_AT_HAND = (
     "The published data were not at hand: our numbers are from synthetic scanners at reduced size and do not compare "
     "with the published ones beside them; they show how the methods behave."
 )
+WIDEST = 1400  # pixels of a page's figure
+DRAWN = ("table.md", "table.csv", "figure.png")
 AT_HAND = "Our numbers are from the published data."
 
 
-def write_pages(names: Sequence[str], setup: Setup, folder: Path) -> list[Path]:
-    """A page for each name, an index of them, and where their numbers come from; the files written, the index first."""
-    found = {name: Finished.load(name, setup) for name in names}
-    pages: dict[str, bytes | str] = {"index.md": _index(found, setup)}
-    for name, finished in found.items():
-        pages |= finished.files(name, setup)
+def write_pages(names: Sequence[str], setup: Setup, folder: Path, *, unfinished: bool = False) -> list[Path]:
+    """A page for each name, an index of them, and where their numbers come from; the files written, the index first.
+
+    A name whose runs are not finished is an error, or with `unfinished` a page that says so.
+    """
+    found: dict[str, Finished] = {}
+    for name in names:
+        runs = runs_of(name, setup)
+        if (absent := missing(name, setup, runs)) is None:
+            found[name] = Finished.load(name, setup, runs)
+        elif not unfinished:
+            raise DataError(f"there is no {absent}; run `dltta reproduce {name}` first")
+    pages: dict[str, bytes | str] = {"index.md": _index(names, found, setup)}
+    for name in names:
+        pages |= found[name].files(name, setup) if name in found else {f"{name}.md": _not_run(name, setup)}
     pages["provenance.json"] = _provenance(found)
     for file, content in pages.items():
         write_atomically(folder / file, content)
     return [folder / file for file in pages]
+
+
+def missing(name: str, setup: Setup, runs: Runs) -> Path | None:
+    """The first file that a page needs and that is not there; a run that may diverge, and has none, did."""
+    needed = [
+        Path(experiment.output) / "results.json"
+        for run, experiment in runs.experiments.items()
+        if run not in runs.may_diverge
+    ]
+    if REPRODUCTIONS[name].draw is not None:
+        needed += [setup.folder(name) / file for file in DRAWN]
+    return next((file for file in needed if not file.is_file()), None)
 
 
 @dataclass(frozen=True)
@@ -48,48 +74,71 @@ class Finished:
     results: Mapping[str, Results]
 
     @classmethod
-    def load(cls, name: str, setup: Setup) -> "Finished":
+    def load(cls, name: str, setup: Setup, runs: Runs) -> "Finished":
         """Tables are made again from results.json; of figures, what was drawn is taken."""
-        runs, reproduction = runs_of(name, setup), REPRODUCTIONS[name]
-        results, caption = load_results(name, runs), Published.load(reproduction.numbers or name).caption
-        if reproduction.draw is None:
+        files = {run: Path(experiment.output) / "results.json" for run, experiment in runs.experiments.items()}
+        results = {run: Results.load(file) for run, file in files.items() if file.is_file()}
+        if REPRODUCTIONS[name].draw is None:
             table = make_table(name, setup, runs, results)
-            return cls(caption, comparison_markdown(table), comparison_csv(table), None, results)
-        drawn = [setup.folder(name) / file for file in ("table.md", "table.csv", "figure.png")]
-        if missing := [str(file) for file in drawn if not file.is_file()]:
-            raise DataError(f"there is no {missing[0]}; run `dltta reproduce {name}` first")
-        return cls(caption, drawn[0].read_text("utf-8"), drawn[1].read_text("utf-8"), drawn[2].read_bytes(), results)
+            return cls(_caption(name), comparison_markdown(table), comparison_csv(table), None, results)
+        markdown, rows, figure = (setup.folder(name) / file for file in DRAWN)
+        shown = for_page(figure.read_bytes())
+        return cls(_caption(name), markdown.read_text("utf-8"), rows.read_text("utf-8"), shown, results)
+
+    @property
+    def seeds(self) -> int:
+        return max(map(trainings, self.results.values()))
 
     def files(self, name: str, setup: Setup) -> dict[str, bytes | str]:
-        command = (
-            f"dltta reproduce {name} {'--phantom' if setup.data is None else '--data FOLDER'} --seeds {setup.seeds}"
-        )
         figure = f"\n![{self.caption}]({name}.png)\n" if self.figure is not None else ""
-        page = f"# {self.caption}\n\n{_first(setup)}\n\n```bash\n{command}\n```\n\n{self.table}{figure}"
+        page = f"{_top(name, setup, self.seeds)}{self.table}{figure}"
         drawn: dict[str, bytes | str] = {} if self.figure is None else {f"{name}.png": self.figure}
         return {f"{name}.md": page, f"{name}.csv": self.rows, **drawn}
 
 
-def load_results(name: str, runs: Runs) -> dict[str, Results]:
-    """The results of every run; one that may diverge, and has none, did."""
-    files = {run: Path(experiment.output) / "results.json" for run, experiment in runs.experiments.items()}
-    missing = [run for run, file in files.items() if not file.is_file()]
-    if lacking := [run for run in missing if run not in runs.may_diverge]:
-        raise DataError(f"there is no {files[lacking[0]]}; run `dltta reproduce {name}` first")
-    return {run: Results.load(file) for run, file in files.items() if run not in missing}
+def _top(name: str, setup: Setup, seeds: int) -> str:
+    """Caption, what a reader must know first, and the command."""
+    data = f"--phantom{' --small' if setup.small else ''}" if setup.data is None else "--data FOLDER"
+    command = f"dltta reproduce {name} {data} --seeds {seeds}"
+    return f"# {_caption(name)}\n\n{_first(setup)}\n\n```bash\n{command}\n```\n\n"
+
+
+def _not_run(name: str, setup: Setup) -> str:
+    return f"{_top(name, setup, setup.seeds)}Not run yet.\n"
+
+
+def _caption(name: str) -> str:
+    return Published.load(REPRODUCTIONS[name].numbers or name).caption
+
+
+def for_page(figure: bytes) -> bytes:
+    """A PNG as a page shows it: no wider than a screen, with 256 colors, so that it takes a third of the bytes."""
+    drawn = Image.open(io.BytesIO(figure)).convert("RGB")
+    if drawn.width > WIDEST:
+        drawn = drawn.resize((WIDEST, round(drawn.height * WIDEST / drawn.width)), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    drawn.quantize(256).save(buffer, "PNG", optimize=True)
+    return buffer.getvalue()
 
 
 def _first(setup: Setup) -> str:
     return NOT_AT_HAND if setup.data is None else AT_HAND
 
 
-def _index(found: Mapping[str, Finished], setup: Setup) -> str:
-    lines = [f"- [{name}]({name}.md): {finished.caption}" for name, finished in found.items()]
+def _index(names: Sequence[str], found: Mapping[str, Finished], setup: Setup) -> str:
+    lines = [f"- [{name}]({name}.md): {_caption(name)} ({_extent(found.get(name))})" for name in names]
     return (
         f"# The paper's tables and figures, reproduced\n\n{_first(setup)}\n\n"
         "Every number of ours is from `results.json` of the command on its page (`provenance.json` has settings, code, "
         "data and machine); published ones are as printed.\n\n" + "\n".join(lines) + "\n"
     )
+
+
+def _extent(finished: Finished | None) -> str:
+    """How many source models its numbers are from."""
+    if finished is None:
+        return "not run yet"
+    return f"{finished.seeds} source training{'s' if finished.seeds > 1 else ''}"
 
 
 def _provenance(found: Mapping[str, Finished]) -> str:
@@ -104,4 +153,4 @@ def _provenance(found: Mapping[str, Finished]) -> str:
         }
         for name, finished in found.items()
     }
-    return json.dumps(strict(content), indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(strict(content), ensure_ascii=False) + "\n"

@@ -13,7 +13,7 @@ from typing import Any
 
 from dltta.evaluation.formats import LATEX_SPECIAL
 from dltta.evaluation.results import Results, StreamResult
-from dltta.evaluation.tables import method_label, target_note
+from dltta.evaluation.tables import method_label, target_note, training_notes
 from dltta.files import csv_table
 from dltta.metrics import mean_defined
 
@@ -156,8 +156,10 @@ def compare(
     `diverged` are runs without results because numbers became infinite.
     """
     rows = [_compared_row(published, row, places, results, derived, diverged) for row in published.rows]
-    notes = [*_notes(published), *_quoted_notes(rows), _spread_note(rows), *_count_notes(results, places)]
-    if (seeing := target_note(row.method for row in rows if any(cell.ours for cell in row.cells))) is not None:
+    notes = [*_notes(published), *_quoted_notes(rows), _spread_note(rows, results), *_count_notes(results, places)]
+    run = {row.method for row in rows if any(cell.ours for cell in row.cells)}
+    notes += dict.fromkeys(note for found in results.values() for note in training_notes(found, run))
+    if (seeing := target_note(run)) is not None:
         notes.append(seeing)
     columns = (*places, *(column.title for column in derived))
     return Comparison(published.caption, about, columns, tuple(rows), tuple(notes))
@@ -200,8 +202,9 @@ def _derive(column: Derived, numbers: Sequence[Number | None]) -> Number | None:
 def ours_only(
     published: Published, columns: Sequence[str], rows: Iterable[ComparisonRow], about: str, *, digits: int
 ) -> Comparison:
-    """The numbers behind a figure of which the paper prints none."""
-    return Comparison(published.caption, about, tuple(columns), tuple(rows), tuple(_notes(published)), digits)
+    """The numbers behind a figure of which the paper prints none; it shows one stream."""
+    notes = (*_notes(published), "Ours: the first source training, the first order of images.")
+    return Comparison(published.caption, about, tuple(columns), tuple(rows), notes, digits)
 
 
 def comparison_markdown(table: Comparison) -> str:
@@ -287,9 +290,16 @@ def _quoted_notes(rows: Sequence[ComparisonRow]) -> list[str]:
     ]
 
 
-def _spread_note(rows: Sequence[ComparisonRow]) -> str:
-    several = any(cell.ours and not math.isnan(cell.ours.sd) for row in rows for cell in row.cells)
-    return f"Ours: {'mean ± sd over source trainings' if several else 'one source training, so no sd'}; points."
+def _spread_note(rows: Sequence[ComparisonRow], results: Mapping[str, Results]) -> str:
+    if not any(cell.ours and not math.isnan(cell.ours.sd) for row in rows for cell in row.cells):
+        return "Ours: one source training, so no sd; points."
+    counts = sorted({trainings(found) for found in results.values()})
+    return f"Ours: mean ± sd over {' or '.join(map(str, counts))} source trainings; points."
+
+
+def trainings(results: Results) -> int:
+    """How many source models the streams were run with."""
+    return len({stream.seed for stream in results.streams})
 
 
 def _count_notes(results: Mapping[str, Results], places: Mapping[str, Place]) -> list[str]:

@@ -48,6 +48,7 @@ from dltta.evaluation.paper.figures import (
     segmentation_figure,
 )
 from dltta.evaluation.paper.published import (
+    NOT_PRINTED,
     RATE,
     Comparison,
     ComparisonCell,
@@ -107,6 +108,8 @@ HOSPITALS_PHANTOM = ("hospital_1", "hospital_2")
 SOURCE_HOSPITALS = ("hospital_0", "hospital_3", "hospital_4")
 PROSTATE_TARGETS = tuple(site for letter, site in SITES.items() if letter != "A")
 
+SMALL: dict[Bed, tuple[str, int]] = {"oct": ("128x48", 16), "prostate": ("32x32x16", 24)}  # pixels and epochs
+
 ON_PHANTOMS = "Synthetic scanners, reduced size; not comparable with the published column."
 ON_PUBLISHED_DATA = "Ours: the published data, read from disk."
 EXAMPLES = 4  # kept of every stream; two of them are drawn
@@ -124,6 +127,7 @@ class Setup:
     weights: Path | None = None  # ImageNet weights of the histology network
     vgg: Path | None = None  # of the perceptual network of UDA-ST; None: the source model's encoder
     test_time_only: bool = False  # leave out the rows of methods that learn with target images
+    small: bool = False  # smaller synthetic images still, for all names with several seeds
 
     def folder(self, name: str) -> Path:
         return self.root / (f"{name}-phantom" if self.data is None else name)
@@ -266,11 +270,24 @@ def _on_phantoms(bed: Bed, setup: Setup) -> Experiment:
     demo = demo_experiment(bed, str(setup.root), seed=setup.seed, quick=False)
     sites = {"oct": ("cirrus",), "histology": HOSPITALS_PHANTOM, "prostate": PROSTATE_TARGETS}[bed]
     demo = replace(demo, targets=tuple(_phantom_at(demo.targets[0], site) for site in sites))
+    if setup.small and bed in SMALL:
+        demo = _smaller(demo, *SMALL[bed])
     if bed != "histology":
         return demo
     sources = tuple(_phantom_at(demo.source[0], site, len(SOURCE_HOSPITALS)) for site in SOURCE_HOSPITALS)
     in_domain = ",".join(_phantom_at(demo.in_domain, site, len(SOURCE_HOSPITALS)) for site in SOURCE_HOSPITALS)
     return replace(demo, source=sources, in_domain=f"sequence:{in_domain}")
+
+
+def _smaller(demo: Experiment, pixels: str, epochs: int) -> Experiment:
+    """With images of so many pixels; in more epochs, which then cost little."""
+    return replace(
+        demo,
+        source=tuple(f"{spec}:{pixels}" for spec in demo.source),
+        targets=tuple(f"{spec}:{pixels}" for spec in demo.targets),
+        in_domain=f"{demo.in_domain}:{pixels}",
+        training=replace(demo.training, epochs=epochs),
+    )
 
 
 def _phantom_at(spec: str, site: str, parts: int = 1) -> str:
@@ -321,8 +338,8 @@ def _folder_of(bed: Bed, data: Path) -> Path:
 
 
 def _other_than_usual(setup: Setup) -> str:
-    """Models of other seeds, lengths or initial weights are kept apart."""
-    seed = f"-seed{setup.seed}" if setup.seed else ""
+    """Models of other seeds, lengths, images or initial weights are kept apart."""
+    seed = f"{'-small' if setup.small else ''}{f'-seed{setup.seed}' if setup.seed else ''}"
     files = "".join(f"-{file.stem}" for file in (setup.weights, setup.vgg) if file is not None)
     return f"{seed}{'' if setup.epochs is None else f'-epochs{setup.epochs}'}{files}"
 
@@ -506,7 +523,12 @@ def _draw_rates(drawing: "Drawing") -> tuple[Files, Comparison]:
         for row in shown
     }
     table_rows = [
-        ComparisonRow(label, "tent", rate, tuple(ComparisonCell(number) for number in _summary(tracks[label])))
+        ComparisonRow(
+            label,
+            "tent",
+            rate,
+            tuple(ComparisonCell(number, instead=NOT_PRINTED) for number in _summary(tracks[label])),
+        )
         for rate, label in zip(rows, tracks, strict=True)
     ]
     columns = ("Dice, points", "Mean rate x 1000", "Least", "Largest", "Mean discrepancy")
