@@ -102,7 +102,7 @@ def between(genuine: Sequence[Item], useless: Sequence[Tensor], block: int) -> l
 
 
 STRENGTHS = {
-    "default": "as `dltta adapt` does by default: shrinkage statistics, relative rate, the paper's α",
+    "default": "shrinkage statistics, relative rate, the paper's α: what the guard's limits were chosen with",
     "strong": "batch statistics, relative rate, α = 1: an engineer who wants to see something move",
 }
 

@@ -39,7 +39,7 @@ def promise(results: Mapping[str, Any]) -> str:
         f"source model and unguarded stream; the worst is {worst['margin']:+.1f} ({worst['stream']}, "
         f"{worst['strength']}). Unguarded, the greatest damage is {hurt['source'] - hurt['unguarded']:.1f} points "
         f"below the source model ({hurt['stream']}, {hurt['strength']}). Made by `make bench-harm` with dltta "
-        f"{results['provenance']['version']} on {machine['cpu']}.\n"
+        f"{results['provenance']['version']} on {machine['cpu']}, with source networks that learned their task alone.\n"
     )
 
 

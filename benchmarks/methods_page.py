@@ -1,21 +1,25 @@
 """The generated parts of docs/methods.md: what is said about each method, and the table of all of them.
 
-python benchmarks/methods_page.py rewrites them from the one table in src/dltta/methods.py and, where it is there, from
-docs/results/methods_oct.json.
+python benchmarks/methods_page.py rewrites them from the one table in src/dltta/methods.py and, where they are there,
+from docs/results/methods_oct.json (synthetic scanners) and docs/results/real.json (real sites).
 """
 
+import json
 import re
 from pathlib import Path
+from statistics import fmean
 
 from dltta.evaluation.formats import markdown
 from dltta.evaluation.results import Results
 from dltta.evaluation.tables import by_target
-from dltta.methods import Facts, Method, Normalization
+from dltta.methods import METHODS, Facts, Method, Normalization
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "methods.md"
 RESULTS = ROOT / "docs" / "results" / "methods_oct.json"
+REAL = ROOT / "docs" / "results" / "real.json"
 SOURCE = "source"
+HELPED = 0.5  # points above the source model from which a method is said to have helped
 
 
 def main() -> None:
@@ -26,7 +30,8 @@ def main() -> None:
 def page(text: str) -> str:
     """The page with its generated parts made anew."""
     results = Results.load(RESULTS) if RESULTS.is_file() else None
-    parts = {"table": property_table(), "methods": entries(results), "results": results_part(results)}
+    real = json.loads(REAL.read_text()) if REAL.is_file() else {}
+    parts = {"table": property_table(), "methods": entries(results, real), "results": results_part(results)}
     for name, part in parts.items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         before, _, rest = text.partition(begin)
@@ -69,12 +74,12 @@ def anchor(facts: Facts) -> str:
     return f"{letters}-{number}" if number else letters
 
 
-def entries(results: Results | None) -> str:
+def entries(results: Results | None, real: dict) -> str:
     """A few lines on each method."""
-    return "\n\n".join(entry(method, results) for method in Method)
+    return "\n\n".join(entry(method, results, real) for method in Method)
 
 
-def entry(method: Method, results: Results | None) -> str:
+def entry(method: Method, results: Results | None, real: dict) -> str:
     facts = method.facts
     tasks = "segmentation only" if len(facts.tasks) == 1 else "segmentation and classification, 2-D and 3-D"
     needs = "nothing" if facts.source == "nothing" else facts.source
@@ -94,6 +99,8 @@ def entry(method: Method, results: Results | None) -> str:
     ]
     if (said := _scores(method, results)) is not None:
         lines.append(f"- **In our table**: {said}.")
+    if (said := helped(method, real)) is not None:
+        lines.append(f"- **When it helped** ([real sites](real.md)): {said}.")
     if (ROOT / "docs" / "methods" / f"{method}.md").is_file():
         lines.append(f"- [More](methods/{method}.md)")
     return "\n".join(lines)
@@ -127,6 +134,26 @@ def _scores(method: str, results: Results | None) -> str | None:
             rate = "" if row.rate in ("none", "fixed") else f" ({row.rate})"
             said.append(f"{row.target}{rate} {100 * row.mean:.1f} (source model {100 * home[row.target]:.1f})")
     return f"Dice at {'; '.join(said)}" if said else None
+
+
+def helped(method: str, real: dict) -> str | None:
+    """At which real targets it was better than the source model, as its authors run it; None where it was not run."""
+    found = {}
+    for name, task in real.items():
+        for row in task["rows"]:
+            if row["method"] == method != SOURCE and row["rate"] in ("none", METHODS[method].facts.rate):
+                found |= {(name, target): cell["gain"] for target, cell in row["cells"].items()}
+    if not found:
+        return None
+    better = [place for place, gain in found.items() if gain >= HELPED]
+    best, worst = (choose(found, key=lambda place: found[place]) for choose in (max, min))
+    shown = [f"most {_gain(found, best)}", f"least {_gain(found, worst)}"] if len(found) > 1 else [_gain(found, best)]
+    number = f"at {len(better)} of {len(found)} targets by {HELPED} points or more"
+    return f"{number}, {fmean(found.values()):+.1f} in the mean; {', '.join(shown)}".replace("-", "−")
+
+
+def _gain(found: dict, place: tuple[str, str]) -> str:
+    return f"{found[place]:+.1f} ({place[0]}, {place[1]})"
 
 
 def _targets(results: Results) -> set[str]:

@@ -23,7 +23,7 @@ from speed_page import page
 from workloads import WORKLOADS
 
 ROOT = Path(__file__).resolve().parent.parent
-AGAIN = ("timing", "methods", "memory", "recall", "stream", "training")
+AGAIN = ("timing", "options", "methods", "memory", "recall", "stream", "training")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -72,14 +72,15 @@ def _collect(settings: argparse.Namespace) -> dict[str, Any]:
 
 
 def _workload(name: str, part: Callable[..., Any], settings: argparse.Namespace) -> dict[str, Any]:
-    measured = part("timing", workloads=name)
-    measured["options"] = {
-        allocator: part("options", workloads=name, allocator=allocator) for allocator in ("default", "keep")
-    }
+    measured: dict[str, Any] = part("timing", workloads=name)
     _measure_memory(name, measured["rows"], part)
-    if name in settings.compile:
-        measured["compile"] = part("compile", workloads=name)
-    return measured
+    return measured | _options(name, part, settings)
+
+
+def _options(name: str, part: Callable[..., Any], settings: argparse.Namespace) -> dict[str, Any]:
+    allocators = {each: part("options", workloads=name, allocator=each) for each in ("default", "keep")}
+    compiled = {"compile": part("compile", workloads=name)} if name in settings.compile else {}
+    return {"options": allocators, **compiled}
 
 
 def _methods(name: str, part: Callable[..., Any]) -> dict[str, Any]:
@@ -99,6 +100,9 @@ def _again(settings: argparse.Namespace, results: dict[str, Any]) -> dict[str, A
             measured |= part("timing", workloads=name)
             for row in measured["rows"]:
                 row["peak_bytes"] = peaks[row["name"]]
+        if "options" in settings.again:
+            measured.pop("compile", None)  # it was of another network or code
+            measured |= _options(name, part, settings)
         if "memory" in settings.again:
             _measure_memory(name, measured["rows"], part)
     if "methods" in settings.again:
@@ -107,7 +111,7 @@ def _again(settings: argparse.Namespace, results: dict[str, Any]) -> dict[str, A
             **{name: _methods(name, part) for name in settings.workloads},
         }
     for name in settings.again:
-        if name not in ("timing", "methods", "memory"):
+        if name not in ("timing", "options", "methods", "memory"):
             results[name] = part(name, **({"workloads": "histology"} if name == "recall" else {}))
     return results
 

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -12,13 +13,20 @@ from dltta.methods import Method, Optimizer
 from dltta.models.fast import speed_up
 from dltta.models.features import forward_with_features
 from dltta.models.predictions import probabilities
+from dltta.models.quantiles import SourceValues
 from dltta.objectives import PTBN, Tent
+from dltta.quality.candidates import EFFORTS, possible_arms, possible_plans
+from dltta.quality.choosing import ChoosingAdapter, Policy, Rehearsed, Yardstick
+from dltta.quality.estimate import QualityModel, design
+from dltta.quality.measures import SIGNALS, Usual
+from dltta.training.calibration import calibrate
 from released import ReleasedSequence
 from workloads import Workload
 
 PLAIN, PLAIN_FAST = "plain forward", "plain forward, channels-last"
 TENT_DYNAMIC = "Tent, dynamic"
 METHODS = ("Tent", "TTT", "ATTA")
+RECOMMENDED = {"default": "Recommended", "low": "Recommended, low effort"}
 
 
 @dataclass(frozen=True)
@@ -53,8 +61,13 @@ def rows(workload: Workload) -> dict[str, Make]:
 
 
 def newer_rows(workload: Workload) -> dict[str, Make]:
-    """A plain forward pass and a step of every method that the paper does not compare."""
-    makers: dict[str, Make] = {PLAIN: lambda w: _plain(w, PLAIN)}
+    """Plain forward passes and a step of the recommended recipe and of every method that the paper does not compare."""
+    makers: dict[str, Make] = {
+        PLAIN: lambda w: _plain(w, PLAIN),
+        PLAIN_FAST: lambda w: _plain(w, PLAIN_FAST, fast=True),
+    }
+    for effort in RECOMMENDED:
+        makers[RECOMMENDED[effort]] = lambda w, effort=effort: _recommended(w, effort)
     dense = workload.architecture.name == "unet"
     for method in Method:
         if not method.facts.of_paper and ("segmentation" if dense else "classification") in method.facts.tasks:
@@ -81,6 +94,25 @@ def _newer(workload: Workload, method: Method) -> Row:
         mode=str(facts.mode),
     )
     return Row(_newer_name(method), lambda: adapter.step(x), len(x), adapter)
+
+
+def _recommended(workload: Workload, effort: str) -> Row:
+    """The plan of most passes that rehearsal may choose, with all signals; what is expected changes no time."""
+    model, x = workload.model(), workload.images()
+    images = list(workload.images(2))
+    calibration, values = calibrate(model, images), SourceValues.of(images)
+    with torch.no_grad():
+        predictions = list(probabilities(model(torch.stack(images))))
+    arms = possible_arms(model, calibration)
+    plan = max(possible_plans(arms, 0, EFFORTS[effort]), key=lambda each: each.passes)
+    count = len(SIGNALS)
+    weights = np.zeros(design(np.zeros((1, len(plan.candidates), count))).shape[-1])
+    quality = QualityModel(np.zeros(count), np.ones(count), np.full(count, -9.0), np.full(count, 9.0), weights, 1.0)
+    rehearsed = Rehearsed(plan, Policy(plan.arms[0]), quality, radius=0.1, review_below=0.5)
+    adapter = ChoosingAdapter(
+        model, rehearsed, Yardstick(Usual.of(predictions), values, calibration), batch_size=len(x)
+    )
+    return Row(RECOMMENDED[effort], lambda: adapter.step(x), len(x), adapter)
 
 
 def baseline(workload: Workload, name: str) -> str:

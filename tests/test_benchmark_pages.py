@@ -8,10 +8,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import harm_page
+import instance_norm_page
 import measuring
+import serve_page
 import speed_page
 from dltta.methods import Method
-from steps import newer_rows
+from dltta.quality.candidates import EFFORTS
+from steps import RECOMMENDED, newer_rows
 from workloads import WORKLOADS
 
 
@@ -113,18 +116,107 @@ def test_runs_of_useless_images():
     assert harm_page._runs([False]) == []
 
 
-def test_newer_methods_are_shown_against_a_plain_pass():
-    rows = [{"name": "plain forward", "seconds": 0.1, "ratio": 1.0, "peak_bytes": 2e6}]
-    rows += [{"name": "SAR", "seconds": 0.35, "ratio": 3.46, "peak_bytes": 5e6}]
-    text = speed_page._methods([{"title": "OCT", "repeats": 3, "threads": 1, "load": 0.2, "rows": rows}])
-    assert "| SAR | 3.5 | 350 | 5 |" in text
-    assert "### OCT; threads: 1, load of the machine before: 0.2" in text
+def newer(default, low, load=0.2):
+    ratios = {"plain forward": 1.5, "plain forward, channels-last": 1.0, "Recommended": default}
+    ratios |= {"Recommended, low effort": low, "SAR": 3.46}
+    rows = [
+        {"name": name, "seconds": 0.1 * times, "ratio": times / 1.5, "fastest": times, "peak_bytes": 5e6}
+        for name, times in ratios.items()
+    ]
+    return {"title": "OCT, U-Net", "repeats": 3, "version": "9", "threads": 1, "load": load, "rows": rows}
+
+
+def test_newer_methods_are_shown_against_plain_passes():
+    text = speed_page._methods([newer(5.94, 2.9)])
+    assert "| SAR | 2.3 | 3.5 | 346 | 5 |" in text
+    assert "3 rounds; dltta 9, threads: 1, load of the machine before: 0.2.\n" in text
     assert speed_page._methods([]) == ""
+
+
+def test_a_limit_of_the_recommended_recipe_is_kept_or_missed():
+    assert "Recommended, limit 6 × it: OCT 5.9: kept. Recommended, low effort, limit 3 × it: OCT 3.1: missed." in (
+        speed_page._methods([newer(5.94, 3.1)])
+    )
+
+
+def test_a_busy_machine_is_said():
+    assert "Other programs were running" in speed_page._methods([newer(5, 2, load=1.3)])
+    assert "Other programs were running" not in speed_page._methods([newer(5, 2, load=0.9)])
+
+
+def test_the_recommended_recipe_is_timed_with_as_many_passes_as_it_may_take():
+    small = WORKLOADS["oct"].small()
+    for effort, passes in EFFORTS.items():
+        row = newer_rows(small)[RECOMMENDED[effort]](small)
+        assert row.adapter.plan.passes == passes
+        assert row.run().decision.expected is not None
 
 
 def test_every_newer_method_has_a_row_that_can_be_made():
     small = WORKLOADS["oct"].small()
     made = newer_rows(small)
-    assert len(made) == 1 + sum(not method.facts.of_paper for method in Method)
+    assert len(made) == 4 + sum(not method.facts.of_paper for method in Method)
     for make in made.values():
         assert make(small).batch == 1
+
+
+def test_the_page_of_the_service():
+    result = {
+        "machine": {"cpu": "a chip", "cores": 2, "gpu": None},
+        "load": {"keys": 9, "shards": 2, "requests": 4, "size": 32},
+        "load_average": 1.25,
+        "chaos": {
+            "keys": 9,
+            "sent": 1234,
+            "killed": 7,
+            "machines_lost": 1,
+            "calls_that_found_their_shard_dead": 11,
+            "unavailable": 2,
+            "wrong": ["a", "b"],
+            "p50_seconds": 0.5,
+            "p99_seconds": 2.0,
+            "seconds": 120.0,
+        },
+        "compare": {"same": 8, "compared": 9, "by_command": 3, "commands": 3},
+        "memory": {"live": 2, "resident_mb": [[1, 100.0], [2, 110.0], [4, 120.0], [8, 122.0]]},
+        "throughput": {"service_per_second": [1.0], "ratio": 1.5, "processor_ratio": 0.75},
+        "latency": {"per_second_at_full_load": 20.0, "requests": 600, "waited_p50": 0.002, "waited_p99": 0.05,
+                    "whole_p50": 0.04, "whole_p99": 0.09},
+    }  # fmt: skip
+    text = serve_page.page(result)
+    for said in (
+        "9 keys × 4 requests over 2 shards",
+        "random moments | 7 |",
+        "out of order | 2 |",  # what was wrong is counted
+        "bit for bit | 8 of 9 |",
+        "itself | 3 of 3 |",
+        "| 1.50 × |",
+        "| 0.75 × |",
+        "2 ms / 50 ms",
+        "500 kB more for each key beyond",  # (122 - 120) MB over four keys
+        "| 8 | 122 |",
+        "a core): 1.2",
+    ):
+        assert said in " ".join(text.split()), said
+
+
+def test_the_page_of_instance_normalization_counts_gains_over_the_source_model():
+    def run(simulated, source, away):
+        return {"source": source, "simulated 1": simulated[0], "simulated 2": simulated[1], "elsewhere": away}
+
+    seeds = {
+        "0": {"source": run((40, 60), 90, 50), "matched": run((50, 64), 90, 45), "sar": run((40.1, 60), 90, 50)},
+        "1": {"source": run((42, 60), 92, 50), "matched": run((50, 60), 92, 47), "sar": run((42.1, 60), 92, 50)},
+    }
+    tasks = {"a": {"title": "A task, small", "seeds": seeds}}
+    text = instance_norm_page.page({"sites": 2, "images": 4, "dtta_updates": 50, "tasks": tasks})
+    assert "| **source model** | nothing | 50.5 | 41.0 |  | 91.0 | 50.0 |" in text
+    values = "the image's values, mapped to the source's"
+    assert f"| matched | {values} | +5.5 | +2.0 | 2 / 0 of 2 | +0.0 | -4.0 |" in text
+    assert "| sar | scale and shift | +0.1 | +0.0 | 0 / 0 of 2 | +0.0 | +0.0 |" in text
+    assert "every task, and no worse at the source: matched." in text
+    assert "Next to nothing either way: sar." in text
+    assert "Cost more than half a point at the source site itself: none." in text
+    assert "Best on average at simulated sites: A task: matched (+5.5)." in text
+    assert "A task, mean over the other scanners, where it differs from the source model: matched -4.0." in text
+    assert "Not measured: tent fixed (A task), " in text
