@@ -3,10 +3,13 @@
 import importlib.util
 import re
 import unicodedata
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+import dltta.objectives
+from dltta.evaluation.run import CaseRecord
 from walking import COMMANDS
 
 ROOT = Path(__file__).parent.parent
@@ -96,6 +99,17 @@ def test_the_way_to_read_a_log_finds_every_alteration(tmp_path):
     assert not unbroken([lines[0], lines[2]])
     assert not unbroken([lines[1], lines[0], lines[2]])
     assert not unbroken([lines[0], lines[1].replace('"b"', '"d"'), lines[2]])
+
+
+def test_page_on_python_has_every_public_name():
+    shown = re.findall(r"^::: \S+\.(\w+)$", (DOCS / "reference" / "python.md").read_text(), re.MULTILINE)
+    public = {*dltta.__all__, *dltta.objectives.__all__} - {"__version__", "DlttaError"}  # all errors are one entry
+    assert public <= set(shown)
+
+
+def test_page_on_files_has_every_key_of_a_case():
+    page = (DOCS / "reference" / "files.md").read_text()
+    assert [each.name for each in fields(CaseRecord) if f"`{each.name}`" not in page] == []
 
 
 def test_page_of_commands_has_every_command_and_option():

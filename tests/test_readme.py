@@ -5,11 +5,15 @@ import json
 import re
 from pathlib import Path
 
-from dltta.evaluation.formats import markdown
-from dltta.evaluation.results import Results
-from dltta.evaluation.tables import by_target
-
 README = Path(__file__).parent.parent / "README.md"
+
+
+def load(name):
+    """A script of docs/figures."""
+    spec = importlib.util.spec_from_file_location(f"figures_{name}", README.parent / "docs" / "figures" / f"{name}.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
 
 
 def test_quickstart_runs_and_says_what_it_promises(capsys):
@@ -21,10 +25,21 @@ def test_quickstart_runs_and_says_what_it_promises(capsys):
     assert re.fullmatch(r"discrepancy [\d.e-]+ → learning rate [\d.e-]+\n", capsys.readouterr().out)
 
 
-def test_table_is_the_one_that_the_results_give():
-    results = Results.load(README.parent / "docs" / "results" / "demo_oct.json")
-    shown = README.read_text().split("<!-- demo table -->")[1].split("<!-- end of demo table -->")[0]
-    assert shown.strip() == markdown(by_target(results)).strip()
+def test_quoted_numbers_are_those_that_the_results_give():
+    script = load("numbers_of_pages")
+    found = script.passages()
+    quoted = {name for page in script.PAGES for name, _ in script.BLOCK.findall(page.read_text())}
+    assert quoted == set(found)
+    assert [page.name for page in script.PAGES if script.filled(page.read_text(), found) != page.read_text()] == []
+
+
+def test_the_better_of_source_model_and_ptbn_is_what_the_default_is_compared_with():
+    scores = [{"source": 0.8, "ptbn": 0.6, "recommended": 0.75}, {"source": 0.2, "ptbn": 0.6, "recommended": 0.65}]
+    rows = [{"task": "cells", "scores": each} for each in scores]
+    said = load("numbers_of_pages").recommended(rows)
+    assert "20.0 points above the source model (worst site: 5.0 points below)" in said
+    assert "0.0 points above the better of source model and PTBN (worst site: 5.0 points below)" in said
+    assert "at 1 of 2 sites" in said
 
 
 def test_links_lead_somewhere():
@@ -35,19 +50,13 @@ def test_links_lead_somewhere():
 
 
 def test_page_on_the_recommended_recipe_is_the_one_that_its_numbers_give():
-    docs = README.parent / "docs"
-    spec = importlib.util.spec_from_file_location("recommended_page", docs / "figures" / "recommended.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    docs, script = README.parent / "docs", load("recommended")
     rows = json.loads((docs / "results" / "recommended.json").read_text())
     assert script.page(rows) == (docs / "recommended.md").read_text()
 
 
 def test_page_on_real_images_is_the_one_that_its_results_give():
-    docs = README.parent / "docs"
-    spec = importlib.util.spec_from_file_location("real", docs / "figures" / "real.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    docs, script = README.parent / "docs", load("real")
     assert script.page(json.loads((docs / "results" / "real.json").read_text())) == (docs / "real.md").read_text()
 
 

@@ -1,79 +1,124 @@
-"""Draws the README's picture and table from a finished `dltta demo`: python docs/figures/demo.py runs/demo/oct."""
+"""Makes what README shows of a finished `dltta demo`: python docs/figures/demo.py runs/demo/oct
 
+The animation of the stream whose scanner changes half-way (docs/images/demo.gif), its last frame as a picture
+(docs/images/demo.png), the results behind them (docs/results/demo_*.json), and the numbers that pages quote.
+"""
+
+import io
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import concepts
+import numbers_of_pages
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from PIL import Image
 
 from dltta.config import open_dataset
-from dltta.evaluation.formats import markdown
-from dltta.evaluation.results import Results
-from dltta.evaluation.tables import by_target
+from dltta.data.streams import SiteStream, split_stream
+from dltta.evaluation.parts import parts
+from dltta.evaluation.results import Results, StreamResult
 
 DOCS = Path(__file__).parent.parent
-COLORS = ["#000000", "#56b4e9", "#e69f00", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7", "#999999"]
-SHOWN = {"source_none": "no adaptation", "tent_dynamic": "adapted (Tent, dynamic rate)"}
+LAYERS = ["#000000", "#56b4e9", "#e69f00", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7", "#999999"]
+METHODS = {  # drawn along the stream
+    "source": ("no adaptation", "#888888"),
+    "ptbn": ("statistics only (PTBN)", "#0072b2"),
+    "recommended": ("recommended", "#d55e00"),
+}
+LARGEST = 600_000  # bytes of the animation
+SECONDS = 1.3  # for each image
 
 
 def main(run: Path) -> None:
-    results = Results.load(run / "results.json")
-    target = results.config["targets"][0]
-    dataset = open_dataset(target)
-    cases = {dataset[i].name: dataset[i] for i in range(len(dataset))}
-    prefix = target.replace(":", "-")
-    predictions = {kind: np.load(next((run / "examples").glob(f"{prefix}_{kind}_*.npz"))) for kind in SHOWN}
-    name = sorted(predictions["source_none"].files)[1]
-    case = cases[name]
-    figure = Figure(figsize=(11, 4.6), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplot_mosaic([["image", "truth", "before", "after"], ["rate", "rate", "gain", "gain"]])
-    show = {"cmap": ListedColormap(COLORS), "vmin": 0, "vmax": 8, "interpolation": "nearest"}
-    axes["image"].imshow(case.image[0], cmap="gray")
-    axes["image"].set_title("synthetic image, new scanner", fontsize=9)
-    axes["truth"].imshow(case.label, **show)
-    axes["truth"].set_title("ground truth", fontsize=9)
-    for place, kind in (("before", "source_none"), ("after", "tent_dynamic")):
-        score = _stream(results, kind).cases[_position(results, kind, name)].metrics["dice"]
-        axes[place].imshow(predictions[kind][name], **show)
-        axes[place].set_title(f"{SHOWN[kind]}: Dice {100 * score:.0f}", fontsize=9)
-    for place in ("image", "truth", "before", "after"):
-        axes[place].set_axis_off()
-    dynamic = _stream(results, "tent_dynamic").cases
-    axes["rate"].plot([row.rate for row in dynamic], color="#0072b2", marker=".", linewidth=1)
-    axes["rate"].set(xlabel="image", ylabel="learning rate", title="rate chosen for each image (20 fill the memory)")
-    before, after = (
-        {row.case: row.metrics["dice"] for row in _stream(results, k).cases} for k in ("source_none", "tent_dynamic")
+    results = Results.load(run / "changing" / "results.json")
+    frames = [_picture(figure) for figure in _frames(run, results)]
+    save(frames, DOCS / "images" / "demo.gif")
+    frames[-1].save(DOCS / "images" / "demo.png", optimize=True)
+    for name, source in (("demo_oct", run), ("demo_changing", run / "changing")):
+        shutil.copy(source / "results.json", DOCS / "results" / f"{name}.json")
+    concepts.main()
+    numbers_of_pages.main()
+
+
+def save(frames: list[Image.Image], path: Path) -> None:
+    """All frames with one palette, the last one shown longer."""
+    palette = frames[-1].quantize(colors=96)
+    small = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
+    times = [round(1000 * SECONDS)] * (len(frames) - 1) + [4000]
+    small[0].save(path, save_all=True, append_images=small[1:], duration=times, loop=0, optimize=True)
+    if path.stat().st_size > LARGEST:
+        raise SystemExit(f"{path} has {path.stat().st_size} bytes, more than {LARGEST}; draw fewer frames")
+
+
+def _frames(run: Path, results: Results) -> Iterator[Figure]:
+    """One for each image whose predictions were kept, in the order of the stream."""
+    turns, sites = split_stream(results.config["targets"][0])
+    stream = SiteStream(tuple(map(open_dataset, sites)), turns)
+    cases = {stream[i].name: stream[i] for i in range(len(stream))}
+    streams = {each.method: each for each in results.streams}
+    kept = {method: _predictions(run, results, method) for method in ("source", "recommended")}
+    order = [row.case for row in streams["source"].cases]
+    for place, name in enumerate(order):
+        if name in kept["source"]:
+            shown = {method: kept[method][name] for method in kept}
+            yield _draw(cases[name], shown, streams, place)
+
+
+def _predictions(run: Path, results: Results, method: str) -> dict[str, np.ndarray]:
+    prefix = "-".join(results.config["targets"][0].split(",")).replace(":", "-")
+    (path,) = (run / "examples").glob(f"{prefix}_{method}_*.npz")
+    with np.load(path) as saved:
+        return dict(saved)
+
+
+def _draw(case, shown: dict[str, np.ndarray], streams: dict[str, StreamResult], place: int) -> Figure:
+    figure = Figure(figsize=(8.8, 4.3), dpi=100, layout="constrained")
+    axes = figure.subplot_mosaic(
+        [["image", "truth"], ["source", "recommended"], ["along", "along"]], height_ratios=[1, 1, 1.25]
     )
-    axes["gain"].scatter([100 * before[n] for n in before], [100 * after[n] for n in before], s=12, color="#d55e00")
-    axes["gain"].plot([0, 100], [0, 100], color="#888888", linewidth=0.8)
-    axes["gain"].set(xlabel="Dice without adaptation", ylabel="adapted", title="every image above the line is better")
-    for place in ("rate", "gain"):
-        axes[place].title.set_fontsize(9)
-        axes[place].spines[["top", "right"]].set_visible(False)
-    figure.savefig(DOCS / "images" / "demo.png")
-    _fill_readme(markdown(by_target(results)))
-    shutil.copy(run / "results.json", DOCS / "results" / "demo_oct.json")
+    colors = {"cmap": ListedColormap(LAYERS), "vmin": 0, "vmax": 8, "interpolation": "nearest", "aspect": "auto"}
+    axes["image"].imshow(case.image[0], cmap="gray", aspect="auto")
+    axes["image"].set_title(f"image {place + 1}, scanner {case.site}", fontsize=10, loc="left")
+    axes["truth"].imshow(case.label, **colors)
+    axes["truth"].set_title("truth (the methods never see it)", fontsize=10, loc="left")
+    for method, prediction in shown.items():
+        row = streams[method].cases[place]
+        said = "" if row.quality is None else f", expected {100 * row.quality:.0f}"
+        axes[method].imshow(prediction, **colors)
+        title = f"{METHODS[method][0]}: Dice {100 * row.metrics['dice']:.0f}{said}"
+        axes[method].set_title(title, fontsize=10, loc="left", color=METHODS[method][1], fontweight="bold")
+    for name in ("image", "truth", "source", "recommended"):
+        axes[name].set_axis_off()
+    _along(axes["along"], streams, place)
+    return figure
 
 
-def _stream(results: Results, kind: str):
-    method, rate = kind.split("_")
-    return next(s for s in results.streams if (s.method, s.rate) == (method, rate) and s.target != s.source)
+def _along(axes, streams: dict[str, StreamResult], place: int) -> None:
+    """Dice up to this image; where the scanner changes."""
+    cases = streams["source"].cases
+    for method, (label, color) in METHODS.items():
+        values = [100 * row.metrics["dice"] for row in streams[method].cases[: place + 1]]
+        axes.plot(range(1, len(values) + 1), values, color=color, label=label, marker=".", markersize=4, linewidth=1.3)
+    for part in parts(cases, "dice"):
+        if part.first > 1:
+            axes.axvline(part.first - 0.5, color="#333333", linewidth=1)
+        axes.text(part.first, 3, f"scanner {part.site}", fontsize=9, color="#555555")
+    axes.set(xlim=(0.5, len(cases) + 0.5), ylim=(0, 103), xlabel="image of the stream", ylabel="Dice")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9, loc="center left")
 
 
-def _position(results: Results, kind: str, name: str) -> int:
-    return [row.case for row in _stream(results, kind).cases].index(name)
+def _picture(figure: Figure) -> Image.Image:
+    FigureCanvasAgg(figure)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return Image.open(buffer).convert("RGB")
 
 
-def _fill_readme(table: str) -> None:
-    readme = DOCS.parent / "README.md"
-    text = readme.read_text()
-    start, end = "<!-- demo table -->", "<!-- end of demo table -->"
-    head, rest = text.split(start)
-    readme.write_text(f"{head}{start}\n{table.strip()}\n{rest[rest.index(end) :]}")
-
-
-main(Path(sys.argv[1]))
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

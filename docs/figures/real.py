@@ -1,138 +1,329 @@
-"""Writes docs/real.md from finished benchmarks on real sites: python docs/figures/real.py runs/real.
+"""Writes docs/real.md and docs/results/real.json from finished benchmarks on real sites.
 
-The full results stay where they are: they name every case. What is kept beside the page is each benchmark's
-configuration, provenance and summary (docs/results/real.json) with the table made from the full results.
+python docs/figures/real.py runs/real
+
+reads runs/real/NAME/*/results.json of every configs/real/NAME.toml: one comparison may be several commands that share
+their models (`--work runs/real/NAME -o runs/real/NAME/methods`). The full results stay where they are: they name every
+case. What is kept beside the page are the numbers that it shows.
 """
 
 import json
+import math
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 
-from dltta.evaluation.formats import markdown
-from dltta.evaluation.headline import sentences
-from dltta.evaluation.results import Results, strict
-from dltta.evaluation.tables import by_target
+from dltta.data.streams import split_stream
+from dltta.evaluation.expected import quality_rows
+from dltta.evaluation.formats import mark, signed
+from dltta.evaluation.results import Results, StreamResult, strict
+from dltta.evaluation.tables import NAMES, Row, by_target, method_label, primary_metric
+from dltta.methods import Method
 
 DOCS = Path(__file__).parent.parent
 TITLES = {
-    "oct_layers": "Retinal layers, Optovue → Cirrus",
-    "nuclei_tissue": "Nuclei in stained tissue, white → lilac",
-    "nuclei_fluo": "Nuclei in fluorescence, one acquisition format → another",
     "wbc_cells": "White blood cells, segmentation, one laboratory → two others",
     "wbc_types": "White blood cells, kinds, one laboratory → two others",
+    "nuclei_tissue": "Nuclei in stained tissue, white → lilac",
+    "nuclei_fluo": "Nuclei in fluorescence, one acquisition format → another",
+    "oct_layers": "Retinal layers, Optovue → Cirrus",
+    "prostate_t2": "Prostate MRI, slice by slice, Radboud → UCL and BIDMC",
+    "prostate_t2_3d": "Prostate MRI, whole volumes, Radboud → UCL and BIDMC",
     "spinal_cord": "Spinal cord MRI, one scanner → three others",
 }
-
-NAMES = {"ptbn": "PTBN", "ttt": "TTT", "tent": "Tent", "atta": "ATTA"}
-COMPARISONS = (
-    ("dynamic", "fixed", "The paper's dynamic rate (Eq. 6) against the paper's fixed rate, in points:"),
-    (
-        "dynamic",
-        "matched",
-        "The same against a fixed rate equal to the dynamic stream's own mean, so that a gain from a merely larger "
-        "or smaller rate is not called dynamic:",
-    ),
-    (
-        "recommended",
-        "fixed",
-        "The recommended default (shrinkage statistics, relative rate, guard) against the paper's recipe with a fixed "
-        "rate:",
-    ),
-)
-HARM = (
-    ("fixed", "The paper's recipe with a fixed rate against no adaptation:"),
-    ("recommended", "The recommended default against no adaptation:"),
-)
+PAPER = ("tent", "ttt", "atta")
+SHARED = ("source", "seeds", "orders", "cases", "size", "training")  # by comparisons that are one
+CONTROLS = {
+    "fixed": "the method's own fixed rate",
+    "matched": "a fixed rate at the mean of the dynamic one",
+    "shuffled": "the same rates in random order",
+}
 
 
 def main(folder: Path) -> None:
     kept = {}
     for name in TITLES:
-        if (folder / name / "results.json").is_file():
-            results = Results.load(folder / name / "results.json")
-            kept[name] = {
-                "config": results.config,
-                "provenance": asdict(results.provenance),
-                "summary": [asdict(row) for row in results.summary],
-                "table": markdown(by_target(results)),
-                "headline": sentences(results),
-            }
-    (DOCS / "results" / "real.json").write_text(json.dumps(strict(kept), indent=1, ensure_ascii=False) + "\n")
+        found = [Results.load(path) for path in sorted((folder / name).glob("*/results.json"))]
+        plain = [results for results in found if not changing(results)]
+        if plain:
+            kept[name] = {**entry(merged(plain)), "changing": [row for each in found for row in changing(each)]}
+    kept = strict(kept)
+    (DOCS / "results" / "real.json").write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
     (DOCS / "real.md").write_text(page(kept))
 
 
-def cells(kept: dict) -> dict:
-    """(task, target): score in points by (method, rate); under "source site" the source model there."""
-    found: dict = {}
-    for name, entry in kept.items():
-        metric = "accuracy" if any(row["metric"] == "accuracy" for row in entry["summary"]) else "dice"
-        rows = [row for row in entry["summary"] if row["metric"] == metric]
-        there = [100 * row["mean"] for row in rows if row["source"] == row["target"]]
-        for row in rows:
-            if row["source"] != row["target"]:
-                cell = found.setdefault((name, row["target"]), {"source site": there[0] if there else None})
-                cell[row["method"], row["rate"]] = 100 * row["mean"]
+# ---- from results to numbers
+
+
+def merged(found: list[Results]) -> Results:
+    """Comparisons on the same models as one; a stream that several of them share counts once."""
+    streams: dict[tuple, StreamResult] = {}
+    for results in found:
+        for stream in results.streams:
+            key = (stream.source, stream.target, stream.method, stream.rate, stream.seed, stream.order)
+            streams.setdefault(key, stream)
+    first = found[0].config
+    for each in found[1:]:
+        differing = [name for name in SHARED if shared(each.config)[name] != shared(first)[name]]
+        if differing:
+            raise SystemExit(f"comparisons of {first['source']} differ in {differing[0]}; they cannot share a table")
+    losses = {name: loss for each in found for name, loss in each.config.get("trained_with", {}).items()}
+    return replace(found[0], config={**first, "trained_with": losses}, streams=tuple(streams.values()))
+
+
+def shared(config: dict) -> dict:
+    """What comparisons must share to be one; what else was trained beside the source model may differ."""
+    training = {key: value for key, value in config["training"].items() if key != "with_"}
+    return {**{name: config.get(name) for name in SHARED}, "training": training}
+
+
+def entry(results: Results) -> dict:
+    """What the page needs of one task; scores and gains in points."""
+    table, config = by_target(results), results.config
+    pairs = [column.pair for column in table.columns]
+    home = next((i for i, pair in enumerate(pairs) if pair and pair[0] == pair[1]), None)
+    targets = [(i, pair[1]) for i, pair in enumerate(pairs) if pair and pair[0] != pair[1]]
+    source = next(row for row in table.rows if row.method == "source")
+    return {
+        "source": list(config["source"]),
+        "epochs": config["training"]["epochs"],
+        **{key: config.get(key) for key in ("seeds", "orders", "cases")},
+        "batch_size": (config.get("adaptation") or {}).get("batch_size"),
+        "metric": primary_metric(results),
+        "provenance": asdict(results.provenance),
+        "home": None if home is None else {"mean": 100 * source.cells[home].mean, "n": held_out(results)},
+        "targets": {target: counted(results, target) for _, target in targets},
+        "rows": [numbers(row, targets) for row in table.rows],
+        "expected": [asdict(row) for row in quality_rows(results)],
+        "notes": list(table.notes),
+    }
+
+
+def held_out(results: Results) -> int:
+    return len(next(stream.scored for stream in results.streams if stream.source == stream.target))
+
+
+def counted(results: Results, target: str) -> dict:
+    scored = next(stream.scored for stream in results.streams if stream.target == target)
+    return {"cases": len(scored), "patients": len({case.patient for case in scored})}
+
+
+def numbers(row: Row, targets: list[tuple[int, str]]) -> dict:
+    """One method with one rate at every target."""
+    cells = {}
+    for i, target in targets:
+        if (cell := row.cells[i]) is not None:
+            values = {"mean": cell.mean, "gain": cell.gain, "low": cell.interval[0], "high": cell.interval[1]}
+            cells[target] = {key: 100 * value for key, value in values.items()} | {"mark": mark(cell)}
+    return {"method": row.method, "rate": row.rate, "worse": row.worse, "cells": cells}
+
+
+def changing(results: Results) -> list[dict]:
+    """Streams of several sites or several passes: the mean of each part. Empty for a comparison of plain targets."""
+    specs = [split_stream(spec) for spec in results.config["targets"]]
+    if not all(specs):
+        return []
+    metric, rows = primary_metric(results), []
+    for stream in results.streams:
+        if stream.source == stream.target:
+            continue
+        parts: dict[tuple[int, str], list[float]] = {}
+        for case in stream.scored:
+            score = case.metrics.get(metric, math.nan)
+            if not math.isnan(score):
+                parts.setdefault((int(case.case.partition("_")[0]), case.site), []).append(100 * score)
+        rows.append(
+            {
+                "target": stream.target,
+                "method": stream.method,
+                "rate": stream.rate,
+                "cases": len(stream.scored),
+                "parts": [[site, fmean(values)] for (_, site), values in sorted(parts.items())],
+            }
+        )
+    return rows
+
+
+# ---- from numbers to the page
+
+
+def gains(kept: dict, method: str, rate: str, over: tuple[str, str] = ("source", "none")) -> dict:
+    """(task, target): how many points better than another method or rate, wherever both were run."""
+    found = {}
+    for name, task in kept.items():
+        rows = {(row["method"], row["rate"]): row["cells"] for row in task["rows"]}
+        for target, cell in rows.get((method, rate), {}).items():
+            if target in rows.get(over, {}):
+                found[name, target] = cell["mean"] - rows[over][target]["mean"]
     return found
 
 
-def against(found: dict, one: str, other: str) -> str:
-    """A table of how much better one rate is than another: per method the mean over the cells, and the worst cell."""
-    lines = [f"| Method | {one} over {other}, mean | worst cell | cells ≥ 0 |", "|:--|--:|--:|--:|"]
-    for method in ("ttt", "tent", "atta"):
-        gains = {
-            place: cell[method, one] - cell[method, other]
-            for place, cell in found.items()
-            if (method, one) in cell and (method, other) in cell
-        }
-        if gains:
-            worst = min(gains, key=gains.get)
-            lines.append(
-                f"| {NAMES[method]} | {fmean(gains.values()):+.2f} | {gains[worst]:+.2f} ({worst[0]}, {worst[1]}) | "
-                f"{sum(round(gain, 2) >= 0 for gain in gains.values())} of {len(gains)} |"
-            )
-    return "\n".join(lines) if len(lines) > 2 else ""
+def place(key: tuple[str, str]) -> str:
+    return f"{key[0]}, {key[1]}"
 
 
-def harm(found: dict, rate: str) -> str:
-    """A table of what adaptation does to each target against no adaptation, and how much of the gap it closes."""
-    methods = [m for m in ("ptbn", "ttt", "tent", "atta") if any((m, rate) in cell for cell in found.values())]
+def plain_rates(kept: dict) -> list[tuple[str, str]]:
+    """Every method as its authors run it, in the order of the methods' table; the default recipe last."""
+    found = dict.fromkeys((row["method"], row["rate"]) for task in kept.values() for row in task["rows"])
+    usual = [pair for pair in found if pair[1] in ("none", "fixed", "aligned") and pair[0] != "source"]
+    aligned = {method for method, rate in usual if rate == "aligned"}  # its authors' rule
+    chosen = [pair for pair in usual if pair[1] != "fixed" or pair[0] not in aligned]
+    order = [*map(str, Method), "recommended"]
+    return sorted(chosen, key=lambda pair: order.index(pair[0]) if pair[0] in order else len(order))
+
+
+def overview(kept: dict) -> str:
+    """Every method over all targets."""
     lines = [
-        "| Target | source model at the source site | at the target | " + " | ".join(NAMES[m] for m in methods) + " |",
-        "|:--|--:|--:|" + "--:|" * len(methods),
+        "| Method | targets | gain over source | worst target | gap closed | cases made worse | over PTBN |",
+        "|:--|--:|--:|--:|--:|--:|--:|",
     ]
-    closed: dict = {m: [] for m in methods}
-    for (task, target), cell in found.items():
-        source = cell["source", "none"]
-        shown = []
-        for m in methods:
-            if (m, rate) not in cell:
-                shown.append("–")
-                continue
-            shown.append(f"{cell[m, rate]:.1f} ({cell[m, rate] - source:+.1f})")
-            if cell["source site"] is not None and cell["source site"] > source:
-                closed[m].append((cell[m, rate] - source) / (cell["source site"] - source))
-        at_source = "–" if cell["source site"] is None else f"{cell['source site']:.1f}"
-        lines.append(f"| {task}, {target} | {at_source} | {source:.1f} | " + " | ".join(shown) + " |")
-    share = ["–" if not closed[m] else f"{100 * fmean(closed[m]):.0f} %" for m in methods]
-    lines.append(
-        "| *share of the gap to the source site closed, mean over what was run* | | | " + " | ".join(share) + " |"
-    )
+    for method, rate in plain_rates(kept):
+        found = gains(kept, method, rate)
+        worst = min(found, key=lambda key: found[key])
+        gaps = {
+            (name, target): task["home"]["mean"] - cell["mean"]
+            for name, task in kept.items()
+            if task["home"] is not None
+            for row in task["rows"]
+            if row["method"] == "source"
+            for target, cell in row["cells"].items()
+        }
+        open_gaps = [key for key in found if gaps.get(key, 0.0) > 0]
+        closed = sum(found[key] for key in open_gaps) / sum(gaps[key] for key in open_gaps) if open_gaps else math.nan
+        over = gains(kept, method, rate, ("ptbn", "none"))
+        worse = [
+            row["worse"]
+            for task in kept.values()
+            for row in task["rows"]
+            if (row["method"], row["rate"]) == (method, rate) and row["worse"] is not None
+        ]
+        cells = [
+            NAMES.get(method, method),
+            str(len(found)),
+            points(fmean(found.values())),
+            f"{points(found[worst])} ({place(worst)})",
+            "–" if math.isnan(closed) else signed(f"{100 * closed:.0f} %"),
+            f"{100 * fmean(worse):.0f} %" if worse else "–",
+            points(fmean(over.values())) if over and method != "ptbn" else "–",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def overall(kept: dict) -> str:
-    """What the tables below say together."""
-    found = cells(kept)
-    parts = ["## All together"]
-    for one, other, text in COMPARISONS:
-        if table := against(found, one, other):
-            parts += [text, table]
-    for rate, text in HARM:
-        if any(key[1:] == (rate,) for cell in found.values() for key in cell if isinstance(key, tuple)):
-            parts += [text, harm(found, rate)]
-    return "\n\n".join(parts)
+def points(value: float) -> str:
+    return signed(f"{round(value, 1) + 0.0:+.1f}")
+
+
+def dynamic(kept: dict) -> str:
+    """The paper's rate against its controls."""
+    lines = ["| Method | dynamic over | targets | mean | worst target | targets ≥ 0 |", "|:--|:--|--:|--:|--:|--:|"]
+    for method in PAPER:
+        for control, words in CONTROLS.items():
+            found = gains(kept, method, "dynamic", (method, control))
+            if found:
+                worst = min(found, key=lambda key: found[key])
+                shown = [
+                    NAMES[method],
+                    words,
+                    str(len(found)),
+                    signed(f"{fmean(found.values()):+.2f}"),
+                    signed(f"{found[worst]:+.2f} ({place(worst)})"),
+                    f"{sum(round(value, 2) >= 0 for value in found.values())} of {len(found)}",
+                ]
+                lines.append(f"| {' | '.join(shown)} |")
+    return "\n".join(lines) if len(lines) > 2 else "Not run yet."
+
+
+def homes(kept: dict) -> str:
+    lines = ["| task | source | epochs | held out | at home | at the targets |", "|:--|:--|--:|--:|--:|:--|"]
+    for name, task in kept.items():
+        source = next(row for row in task["rows"] if row["method"] == "source")
+        away = ", ".join(f"{target} {cell['mean']:.1f}" for target, cell in source["cells"].items())
+        home = task["home"]
+        sites = " + ".join(spec.rpartition("/")[2] for spec in task["source"])
+        score = "–" if home is None else f"{task['metric'].capitalize()} {home['mean']:.1f}"
+        lines.append(
+            f"| {name} | {sites} | {task['epochs']} | {'–' if home is None else home['n']} | {score} | {away} |"
+        )
+    return "\n".join(lines)
+
+
+def expected(kept: dict) -> str:
+    """What the recommended recipe said of its predictions, and what labels say."""
+    lines = [
+        "| task, target | expected, mean | score, mean | Spearman | inside the 90 % interval | to review |",
+        "|:--|--:|--:|--:|--:|--:|",
+    ]
+    for name, task in kept.items():
+        for row in task["expected"]:
+            if row["method"] != "recommended" or row["target"] not in task["targets"]:
+                continue
+            cells = [
+                f"{name}, {row['target']}",
+                f"{100 * row['expected']:.1f}",
+                *("–" if row[key] is None else f"{100 * row[key]:.1f}" for key in ("score",)),
+                "–" if row["correlation"] is None else signed(f"{row['correlation']:.2f}"),
+                "–" if row["covered"] is None else f"{100 * row['covered']:.0f} %",
+                f"{100 * row['review']:.0f} %",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) if len(lines) > 2 else "Not run yet."
+
+
+def task_table(task: dict) -> str:
+    """Scores, and the gain over the source model with its 95 % interval."""
+    targets = list(task["targets"])
+    heads = ["Method", *(f"{target} | gain" for target in targets), "Made worse"]
+    lines = [f"| {' | '.join(heads)} |", "|:--|" + "--:|--:|" * len(targets) + "--:|"]
+    for row in task["rows"]:
+        cells = [part for target in targets for part in shown(row["cells"].get(target))]
+        worse = "" if row["worse"] is None else f"{100 * row['worse']:.0f} %"
+        lines.append(f"| {' | '.join([method_label(row['method'], row['rate']), *cells, worse])} |")
+    return "\n".join(lines)
+
+
+def shown(cell: dict | None) -> tuple[str, str]:
+    if cell is None:
+        return "–", "–"
+    if cell["gain"] is None:
+        return f"{cell['mean']:.1f}", ""
+    interval = "" if cell["low"] is None else f" ({points(cell['low'])} to {points(cell['high'])})"
+    return f"{cell['mean']:.1f}{cell['mark']}", points(cell["gain"]) + interval
+
+
+def run_of(task: dict) -> str:
+    """How a comparison was run, in one sentence."""
+    part = "" if task["cases"] is None else f"; at most {task['cases']} cases of a target, evenly spread"
+    batches = "one by one" if task["batch_size"] in (None, 1) else f"batches of {task['batch_size']}"
+    sizes = ", ".join(
+        f"{target}: {size['cases']}" + ("" if size["cases"] == size["patients"] else f" of {size['patients']} patients")
+        for target, size in task["targets"].items()
+    )
+    return (
+        f"{count(task['seeds'], 'seed')}, {count(task['orders'], 'order')}, {batches}{part}. Scored cases, the same "
+        f"for every method: {sizes}."
+    )
+
+
+def changes(kept: dict) -> str:
+    parts = []
+    for name, task in kept.items():
+        for target in dict.fromkeys(row["target"] for row in task["changing"]):
+            rows = [row for row in task["changing"] if row["target"] == target]
+            sites = [site for site, _ in rows[0]["parts"]]
+            heads = " | ".join(f"{number}. {site}" for number, site in enumerate(sites, 1))
+            lines = [f"| Method | {heads} |", "|:--|" + "--:|" * len(sites)]
+            for row in rows:
+                scores = " | ".join(f"{score:.1f}" for _, score in row["parts"])
+                lines.append(f"| {method_label(row['method'], row['rate'])} | {scores} |")
+            parts.append(f"**{name}, {target}**, {rows[0]['cases']} cases\n\n" + "\n".join(lines))
+    return "\n\n".join(parts) if parts else "Not run yet."
+
+
+def count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def why() -> str:
@@ -147,7 +338,7 @@ def why() -> str:
             level = f"{entry['discrepancy']:.3g}" if site == "source site" and entry["discrepancy"] is not None else ""
             lines.append(f"| {task}, {site} | {shown} | {level} |")
     return (
-        "## Why\n\nOne image at a time, nothing learned, only the statistics of batch normalization differ "
+        "### Why\n\nOne image at a time, nothing learned, only the statistics of batch normalization differ "
         "(`python docs/figures/why.py runs/real SITES`; up to 24 images of a site). *Source site*: source images kept "
         "for validation. What instance statistics lose there they lose without any change of site. The usual "
         "discrepancy is the factor that Eq. (6) multiplies the rate with at the source site.\n\n" + "\n".join(lines)
@@ -177,35 +368,63 @@ def sweep() -> str:
     ratio = fmean(spreads["recommended"]) / fmean(spreads["fixed"])
     rates = ",".join(f"{rule}:{alpha}" for rule in spreads for alpha in alphas)
     return (
-        "## The initial rate\n\nTent, over a factor of a thousand. Spread is best minus worst; the recommended "
-        f"default's mean spread is {100 * ratio:.0f} % of the fixed rate's.\n\n```\n"
+        "### The initial rate\n\nTent, over a factor of a thousand. Spread is best minus worst; the default of "
+        f"that time has a mean spread of {100 * ratio:.0f} % of the fixed rate's.\n\n```\n"
         "dltta bench configs/real/NAME.toml --data SITES --work runs/real/NAME -o runs/sweep/NAME \\\n"
         f"  --methods source,tent --rates {rates}\npython docs/figures/sweep.py runs/sweep\n```\n\n" + "\n".join(lines)
     )
 
 
 def page(kept: dict) -> str:
+    targets = sum(len(task["targets"]) for task in kept.values())
+    seeds, orders = ({task[key] for task in kept.values()} for key in ("seeds", "orders"))
+    run = f"**{_several(seeds, 'seed')} and {_several(orders, 'order')}**"
+    head = (DOCS / "figures" / "real_head.md").read_text().strip()
+    beginning, _, protocol = head.partition("<!-- overview -->")
     missing = [name for name in TITLES if name not in kept]
-    parts = [(DOCS / "figures" / "real_head.md").read_text().strip(), overall(kept)]
-    for name, entry in kept.items():
-        config = entry["config"]
-        training = config["training"]
-        run = f"{training['epochs']} epochs of source training"
-        run += f"; {_count(config['seeds'], 'seed')}, {_count(config['orders'], 'order')}."
-        headline = " ".join(entry["headline"])
+    parts = [
+        beginning.strip(),
+        f"## All together\n\n{count(targets, 'target')} of {count(len(kept), 'task')}, {run}, every method as its "
+        "authors set it. Gains are means over targets, in points; those over different targets do not compare: mind "
+        "their number. *Gap closed*: gains over gaps between home and target, both summed over the targets at which "
+        "there is a gap.",
+        overview(kept),
+        "### Is it the rate being dynamic?\n\nThe paper's rate (Eq. 6) against its controls, in points:",
+        dynamic(kept),
+        "### The source networks at home\n\nOn cases of the source site that training did not see; weights of the last "
+        "epoch, so these cases decided nothing.",
+        homes(kept),
+        "### Expected quality against the truth\n\nOf the recommended recipe, case by case; slices of volumes have no "
+        "score of their own.",
+        expected(kept),
+        protocol.strip(),
+    ]
+    for name, task in kept.items():
+        notes = "  \n".join(note for note in task["notes"] if not note.startswith(("Points", "With a sign")))
         parts.append(
-            f"## {TITLES[name]}\n\n`configs/real/{name}.toml`: {run}\n\n{entry['table'].strip()}\n\n{headline}"
+            f"## {TITLES[name]}\n\n`configs/real/{name}.toml`: {run_of(task)}\n\n{task_table(task)}\n\n"
+            f"{task['metric'].capitalize()} in points; gain over Source with its 95 % interval (bootstrap over "
+            f"patients and source trainings).  \n{notes}"
         )
-    parts += [part for part in (why(), sweep()) if part]
+    parts.append(
+        "## Long and changing streams\n\nOne stream, several parts: the adapter is told nothing of where a part begins "
+        "([how](changing.md)). A site that comes three times is the same images three times over. Mean of each part."
+    )
+    parts.append(changes(kept))
+    earlier = [part for part in (why(), sweep()) if part]
+    if earlier:
+        parts.append(
+            "## Earlier measurements\n\nOf older source networks, which were trained jointly with the rotation task; "
+            "*recommended* is the default of that time (shrinkage statistics, relative rate, guard)."
+        )
+    parts += earlier
     if missing:
-        parts.append(
-            "## Not run yet\n\n" + "\n".join(f"- {TITLES[name]} (`configs/real/{name}.toml`)" for name in missing)
-        )
+        parts.append("## Not run\n\n" + "\n".join(f"- {TITLES[name]} (`configs/real/{name}.toml`)" for name in missing))
     return "\n\n".join(parts) + "\n"
 
 
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+def _several(numbers: set[int], thing: str) -> str:
+    return " or ".join(count(number, thing) for number in sorted(numbers))
 
 
 if __name__ == "__main__":

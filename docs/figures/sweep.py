@@ -11,8 +11,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from dltta.config import split_rate
 from dltta.evaluation.results import Results
+from dltta.recipes import split_rate
 
 DOCS = Path(__file__).parent.parent
 COLORS = {"fixed": "#c0392b", "recommended": "#1f6fb4"}

@@ -1,7 +1,7 @@
-"""Fills the cost table of docs/uda.md from finished reproductions: python docs/figures/uda.py runs/reproduce.
+"""Fills the cost table of docs/uda.md from finished reproductions: python docs/figures/uda.py [runs/reproduce].
 
 Training seconds are those in each model's record, seconds per image those in each stream; both as measured. What was
-read is kept in docs/results/uda_cost.json.
+read is kept in docs/results/uda_cost.json, from which the table is made again without an argument.
 """
 
 import json
@@ -16,12 +16,22 @@ DOCS = Path(__file__).parent.parent
 TITLES = {"oct": "OCT", "histology": "Histology", "prostate": "Prostate"}
 
 
-def main(root: Path) -> None:
-    found = {
-        bed: measured(root, bed) for bed in TITLES if (root / f"{bed}-phantom" / "paper" / "results.json").is_file()
-    }
-    (DOCS / "results" / "uda_cost.json").write_text(json.dumps(found, indent=1) + "\n")
-    fill(table(found))
+def main(root: Path | None = None) -> None:
+    kept = DOCS / "results" / "uda_cost.json"
+    if root is not None:
+        finished = [bed for bed in TITLES if (root / f"{bed}-phantom" / "paper" / "results.json").is_file()]
+        kept.write_text(json.dumps({bed: measured(root, bed) for bed in finished}, indent=1) + "\n")
+    found = json.loads(kept.read_text())
+    fill(f"{table(found)}\n\n{made_with(found)}")
+
+
+def made_with(found: dict) -> str:
+    """Which code and machine; before 0.2 one network learned its task and TTT's rotation."""
+    origins = {(each["version"], each["machine"]["cpu"]) for each in (entry["provenance"] for entry in found.values())}
+    said = "; ".join(f"dltta {version} on {cpu}" for version, cpu in sorted(origins))
+    joint = any(version.startswith("0.1.") for version, _ in origins)
+    since = " There one network learned its task jointly with TTT's rotation; since 0.2 TTT has a network of its own, "
+    return f"Measured with {said}.{since + 'and source training takes longer.' if joint else ''}"
 
 
 def measured(root: Path, bed: str) -> dict:
@@ -73,4 +83,5 @@ def fill(text: str) -> None:
     page.write_text(f"{head}<!-- cost -->\n{text}\n{rest[rest.index('<!-- end of cost -->') :]}")
 
 
-main(Path(sys.argv[1]))
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

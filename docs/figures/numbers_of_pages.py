@@ -1,0 +1,66 @@
+"""Fills the numbers that pages quote, from docs/results: python docs/figures/numbers_of_pages.py
+
+A quoted passage stands between `<!-- NAME -->` and `<!-- end of NAME -->`. A test compares them.
+"""
+
+import json
+import re
+from pathlib import Path
+from statistics import fmean
+
+from dltta.evaluation.formats import markdown
+from dltta.evaluation.results import Results
+from dltta.evaluation.story import story
+from dltta.evaluation.tables import by_target
+
+DOCS = Path(__file__).parent.parent
+PAGES = [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
+BLOCK = re.compile(r"<!-- (demo table|demo story|recommended) -->\n(.*?)<!-- end of \1 -->", re.DOTALL)
+
+
+def passages() -> dict[str, str]:
+    """What each passage says, by name."""
+    results = DOCS / "results"
+    demo, changing = (Results.load(results / f"{name}.json") for name in ("demo_oct", "demo_changing"))
+    lines = [f"{number}. **{line.head}** {line.text}" for number, line in enumerate(story(demo, changing), start=1)]
+    return {
+        "demo table": markdown(by_target(demo)).strip(),
+        "demo story": "\n".join(lines),
+        "recommended": recommended(json.loads((results / "recommended.json").read_text())),
+    }
+
+
+def recommended(rows: list[dict]) -> str:
+    """The default recipe against the better of source model and PTBN, at real sites."""
+    scores = [row["scores"] for row in rows]
+    gains = [100 * (each["recommended"] - max(each["source"], each["ptbn"])) for each in scores]
+    over_source = [100 * (each["recommended"] - each["source"]) for each in scores]
+    tasks = len({row["task"] for row in rows})
+    return (
+        f"At {len(rows)} real target sites of {tasks} tasks (small models, one seed) the default was on average "
+        f"{_side(fmean(over_source))} the source model (worst site: {_side(min(over_source))}) and "
+        f"{_side(fmean(gains))} the better of source model and PTBN (worst site: {_side(min(gains))}). It was at most "
+        f"a point below the better one at {sum(gain >= -1 for gain in gains)} of {len(gains)} sites."
+    )
+
+
+def _side(points: float) -> str:
+    return f"{abs(points):.1f} points {'below' if points < 0 else 'above'}"
+
+
+def filled(text: str, found: dict[str, str]) -> str:
+    """A page with its passages as the results give them."""
+    return BLOCK.sub(lambda block: f"<!-- {block[1]} -->\n\n{found[block[1]]}\n\n<!-- end of {block[1]} -->", text)
+
+
+def main() -> None:
+    found = passages()
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if (new := filled(text, found)) != text:
+            page.write_text(new, encoding="utf-8")
+            print(f"{page.relative_to(DOCS.parent)}: numbers written")
+
+
+if __name__ == "__main__":
+    main()
