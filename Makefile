@@ -3,18 +3,20 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help setup test test-fast test-slow test-extras peers lint format demo docs docs-serve dist bench-speed bench-adapt bench-harm bench-serve clean
+.PHONY: help setup test test-fast test-slow test-extras test-nnunet peers lint format demo numbers docs docs-serve dist bench-speed bench-adapt bench-harm bench-instance bench-serve clean
 help:
 	@echo "make demo       train at a synthetic hospital A, adapt to hospital B; see runs/demo/oct/report.html"
 	@echo "make test       build .venv and run the tests"
 	@echo "make test-fast  the same without those of several seconds: for all day"
 	@echo "make test-slow  those of minutes"
 	@echo "make test-extras   those of the service, nnU-Net, the grid and DICOM peers, in an environment with all extras"
+	@echo "make test-nnunet   a network that nnU-Net trains itself: adapted, exported, predicted by nnU-Net again; minutes"
 	@echo "make lint       ruff and mypy --strict"
 	@echo "make format     let ruff rewrite the code"
 	@echo "make docs       build the documentation into site/ (make docs-serve: show it on port 8001)"
+	@echo "make numbers    run the demo again, write its picture and all quoted numbers into README and docs"
 	@echo "make dist       build wheel and sdist into dist/, install the wheel in an empty environment, run its demo"
-	@echo "make bench-speed, bench-adapt, bench-harm   measure speed and the guard; rewrite their pages in docs"
+	@echo "make bench-speed, bench-adapt, bench-harm, bench-instance   measure speed, the guard, instance normalization; rewrite their pages in docs"
 	@echo "make clean      remove .venv and caches"
 
 setup: $(VENV)/.installed
@@ -43,14 +45,26 @@ $(EXTRAS)/.installed: pyproject.toml constraints.txt
 
 test-extras: $(EXTRAS)/.installed
 	$(EXTRAS)/bin/python -m pytest -n 2 -rs $(EXTRA_TESTS)
-EXTRA_TESTS := tests/serving/test_cluster.py tests/serving/test_page_in_chromium.py tests/serving/test_dicom_peers.py \
+EXTRA_TESTS := tests/serving/test_cluster.py tests/serving/test_running.py tests/serving/test_page_in_chromium.py tests/serving/test_dicom_peers.py \
   tests/models/io/test_nnunet.py tests/evaluation/test_given_models.py tests/evaluation/test_runners.py
 
-# programs that tests talk to, where there is apt: a browser, DICOM senders and a judge of DICOM files
+# nnU-Net plans, trains and predicts by its own commands; two minutes of one core
+test-nnunet: $(EXTRAS)/.installed
+	$(EXTRAS)/bin/python -m pytest -m slow tests/models/io/test_nnunet_training.py
+
+# programs that tests talk to, where there is apt: a browser, DICOM senders, an archive and a judge of DICOM files; a
+# service of Debian's that comes with them is not wanted, the tests start their own
+ORTHANC_WEB := /usr/share/orthanc/plugins/libOrthancDicomWeb.so
 peers:
-	command -v apt-get >/dev/null || { echo "no apt-get here: install chromium, dcmtk and dicom3tools yourself"; exit 0; }; \
-	if command -v chromedriver && command -v storescu && command -v dciodvfy; then exit 0; fi >/dev/null; \
-	apt-get update --quiet=2 && apt-get install --quiet=2 --yes chromium chromium-driver dcmtk dicom3tools >/dev/null
+	@missing=""; \
+	command -v chromedriver >/dev/null || missing="$$missing chromium chromium-driver"; \
+	command -v storescu >/dev/null || missing="$$missing dcmtk"; \
+	command -v dciodvfy >/dev/null || missing="$$missing dicom3tools"; \
+	command -v Orthanc >/dev/null && test -e $(ORTHANC_WEB) || missing="$$missing orthanc orthanc-dicomweb"; \
+	test -n "$$missing" || exit 0; \
+	command -v apt-get >/dev/null || { echo "no apt-get here: install$$missing yourself"; exit 0; }; \
+	{ apt-get update --quiet=2 && apt-get install --quiet=2 --yes$$missing >/dev/null; } || exit 1; \
+	if command -v Orthanc >/dev/null && command -v service >/dev/null; then service orthanc stop >/dev/null 2>&1 || true; fi
 
 lint: setup
 	$(BIN)/ruff check .
@@ -63,6 +77,9 @@ format: setup
 
 demo: setup
 	$(BIN)/dltta demo
+
+numbers: demo
+	$(BIN)/python docs/figures/demo.py runs/demo/oct
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -96,9 +113,12 @@ bench-adapt: setup
 bench-harm: setup
 	$(BIN)/python benchmarks/harm.py
 
+bench-instance: setup
+	$(BIN)/python benchmarks/instance_norm.py
+
 bench-serve: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[serve]"
-	$(BIN)/python benchmarks/serve.py
+	$(BIN)/python benchmarks/serve.py --scratch runs/bench-serve  # goes on where it was stopped
 
 clean:
 	rm -rf $(VENV) $(EXTRAS) $(EMPTY) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
