@@ -21,7 +21,7 @@ from PIL import Image as Pillow
 from bundles import config, make_bundle, network, transforms
 from dicoms import tilted, write_series
 from dltta.data.preprocessing import Preprocessing
-from dltta.models.io.checkpoint import Checkpoint, save_checkpoint
+from dltta.models.io.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from dltta.models.nets.architecture import Architecture
 from networks import trained
 from streams import SEGMENTS, lines, told, typed, write_images
@@ -341,7 +341,7 @@ class TestModels:
     def test_a_checkpoint_adapts_and_is_exported_in_both_ways(self, dltta, checkpoint, folders, tmp_path):
         images, output = folders
         write_images(images, 3, size=(20, 24))
-        assert dltta("adapt", "-m", checkpoint, "-i", images, "-o", output)[0] == 0
+        assert dltta("adapt", "-m", checkpoint, "-i", images, "-o", output, "--method", "tent")[0] == 0
         for target, more in (("plain", ()), ("bundle", ("--bundle",))):
             new = tmp_path / target
             done, out, _ = dltta("state", "export", output, "-m", checkpoint, "-o", new, "--version", "2", *more)
@@ -353,6 +353,37 @@ class TestModels:
                 np.asarray(Pillow.open(tmp_path / f"{t}_out" / f"case_{index}.png")) for t in ("plain", "bundle")
             )
             assert np.array_equal(one, other)
+
+    def test_an_export_says_whether_anything_moved(self, dltta, checkpoint, folders, tmp_path):
+        images, _ = folders
+        write_images(images, 2, size=(20, 24))
+        said = {
+            "tent": "the model as adapted in {}",
+            "recommended": "the source model again; recommended moved no weights and no statistics in {}",
+        }
+        for method, words in said.items():
+            output, new = tmp_path / f"{method}_out", tmp_path / method
+            assert dltta("adapt", "-m", checkpoint, "-i", images, "-o", output, "--method", method)[0] == 0
+            done, out, _ = dltta("state", "export", output, "-m", checkpoint, "-o", new, "-i", images)
+            assert (done, out.splitlines()[0]) == (0, f"{new}: {words.format(output)}")
+            again = ("-o", tmp_path / f"{method}_again", "-i", images, "--json")
+            found = json.loads(dltta("state", "export", output, "-m", checkpoint, *again)[1])
+            assert (found["method"], found["version"], found["images"], found["unit"]) == (method, 2, 2, "positions")
+            assert (found["moved"] > 0) == (method == "tent")
+            assert f"it predicts {found['difference']:.2%} of positions otherwise" in out
+            before, after = (load_checkpoint(folder).model.state_dict() for folder in (checkpoint, new))
+            assert sum(not torch.equal(before[name], after[name]) for name in before) == found["moved"]
+
+    def test_an_export_compared_on_images_of_another_kind_writes_nothing(self, dltta, checkpoint, folders, tmp_path):
+        images, output = folders
+        write_images(images, 1, size=(20, 24))
+        assert dltta("adapt", "-m", checkpoint, "-i", images, "-o", output)[0] == 0
+        (tmp_path / "colors").mkdir()
+        Pillow.fromarray(np.zeros((20, 24, 3), np.uint8)).save(tmp_path / "colors" / "a.png")
+        compared = ("-o", tmp_path / "new", "-i", tmp_path / "colors")
+        done, _, err = dltta("state", "export", output, "-m", checkpoint, *compared)
+        assert (done, err.count("\n")) == (2, 1)
+        assert not (tmp_path / "new").exists()
 
     @pytest.mark.parametrize("method", ["source", "ptbn", "tent"])
     @pytest.mark.parametrize("mode", ["continual", "image-specific", "shadow", "frozen"])

@@ -57,7 +57,7 @@ def test_the_exported_network_of_rotta_is_the_teacher_with_the_statistics_of_the
     opened, out = open_model(str(model)), tmp_path / "out"
     settings = {"every": 1, "momentum": 0.5, "follow": 0.5}
     run(opened, write_images(tmp_path / "in", 3), out, method="rotta", rate="fixed", settings=settings, **PLAIN)
-    adapted = export(out, opened, tmp_path / "new")
+    adapted = export(out, opened, tmp_path / "new").opened
     live, found = live_adapter(out, opened), open_model(str(tmp_path / "new")).model
     x = torch.rand(1, 1, 32, 32)
     assert torch.allclose(live.predict(x), found(x), atol=1e-5)

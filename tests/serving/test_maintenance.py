@@ -190,7 +190,7 @@ class TestExport:
         """By statistics of the image alone: the exported network has the stored ones again."""
         opened, output = segmenter(), tmp_path / "out"
         self.adapted(opened, images, output, method="ptbn")
-        adapted = export(output, opened, tmp_path / "new")
+        adapted = export(output, opened, tmp_path / "new").opened
         read = [read_image(path) for path in sorted(images.iterdir())[:2]]
         shares = []
         for image in read:

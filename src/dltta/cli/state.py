@@ -183,12 +183,14 @@ def export(
     ] = None,
     version: Version = None,
     bundle: Annotated[bool, typer.Option("--bundle", metavar=FLAG, help="Write a MONAI bundle.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Write the adapted model as a plain model that no longer adapts, and measure how far it is from the adapting one.
 
     It has the form of the source model (a model folder, a bundle, a result folder of nnU-Net, or weights for your own
     code), or is a MONAI bundle. Statistics that went along with the stream (--statistics running) are in it; otherwise
-    it has the source model's, and differs from the model that adapts by what the statistics of each image do.
+    it has the source model's, and differs from the model that adapts by what the statistics of each image do. A method
+    that moves nothing (recommended chooses among predictions) leaves the source model, which is said.
 
     Examples:
         dltta state export predictions -m models/a -o models/a_at_b
@@ -196,17 +198,23 @@ def export(
         dltta state export predictions -m models/a -o a_at_b --bundle
     """
     from dltta.data.inbox import find_incoming, read_incoming
-    from dltta.serving.maintenance import difference, live_adapter
     from dltta.serving.maintenance import export as write_model
 
     opened = own.source(model).open()
     read = [] if images is None else [read_incoming(case) for case in find_incoming(images)[:COMPARED]]
-    adapted = write_model(output, opened, target, number=version, bundle=bundle)
-    share = difference(live_adapter(output, opened, version), adapted, read)
+    done = write_model(output, opened, target, number=version, bundle=bundle, images=read)
+    unit = "positions" if done.opened.task == "segmentation" else "images"
+    if as_json:
+        found = {"model": str(target), "version": done.version, "method": done.method, "moved": len(done.moved)}
+        compared = {"difference": done.difference, "unit": unit, "images": len(read)}
+        typer.echo(json.dumps(found | compared))
+        return
+    if done.moved:
+        typer.echo(f"{target}: the model as adapted in {output}")
+    else:
+        typer.echo(f"{target}: the source model again; {done.method} moved no weights and no statistics in {output}")
     on = f"{len(read)} images" if read else "one image of noise (give images with -i)"
-    unit = "positions" if adapted.task == "segmentation" else "images"
-    typer.echo(f"{target}: the model as adapted in {output}")
-    typer.echo(f"it predicts {share:.2%} of {unit} otherwise than the model that adapts, on {on}")
+    typer.echo(f"it predicts {done.difference:.2%} of {unit} otherwise than the model that adapts, on {on}")
 
 
 add_command(app, list_, "list")

@@ -116,15 +116,43 @@ def require_key(output: Path, folder: StateFolder, key: Path | None) -> Signer |
     return None if key is None else Signer.from_file(key, output)
 
 
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and what it lost by no longer adapting."""
+
+    opened: OpenedModel
+    version: int
+    method: str
+    moved: tuple[str, ...]  # tensors that differ from the source model's; none: it was written again
+    difference: float  # share of predictions that are otherwise than the adapter's
+
+
 def export(
-    output: Path, opened: OpenedModel, target: Path, *, number: int | None = None, bundle: bool = False
-) -> OpenedModel:
-    """Write the adapted network for frozen use, in the form that the model came in, or as a MONAI bundle."""
+    output: Path,
+    opened: OpenedModel,
+    target: Path,
+    *,
+    number: int | None = None,
+    bundle: bool = False,
+    images: Sequence[Image] = (),
+) -> Exported:
+    """Write the adapted network for frozen use, in the form that the model came in, or as a MONAI bundle.
+
+    It is compared with the adapter on `images` before anything is written.
+    """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise SettingError(f"{target} is there already and not empty; choose another folder")
     if bundle and opened.nnunet is not None:
         raise SettingError(f"{opened.name} is nnU-Net's, whose preprocessing no bundle holds; leave --bundle out")
-    version, adapted = adapted_model(output, opened, number)
+    folder, version = _version(output, number)
+    begun = folder.description()
+    if begun.get("network") != opened.fingerprint:
+        raise StateError(f"{output} adapted another network than this one; give the model that it was begun with")
+    method, live = _method(folder, begun), live_adapter(output, opened, number)
+    source = opened.for_method(method)
+    adapted = _adapted(source, version, live)
+    moved = _moved(source.model, adapted.model)
+    found = Exported(adapted, version.number, method, moved, difference(live, adapted, images))
     with on_disk(target):
         if bundle or opened.kind == "bundle":
             export_bundle(target, adapted)
@@ -139,21 +167,15 @@ def export(
             state = adapted.model.state_dict()
             weights = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
             write_atomically(target / "model.safetensors", tensors_to_bytes(weights))
-    return adapted
+    return found
 
 
-def adapted_model(output: Path, opened: OpenedModel, number: int | None = None) -> tuple[Version, OpenedModel]:
+def _adapted(source: OpenedModel, version: Version, live: AnyAdapter) -> OpenedModel:
     """The network that the stream's method starts from, with the parameters that the stream moved, a teacher's first.
 
     Statistics that went along with the stream (`running`, NOTE, RoTTA) are stored in it; else those of the source stay.
     """
-    folder, version = _version(output, number)
-    begun = folder.description()
-    if begun.get("network") != opened.fingerprint:
-        raise StateError(f"{output} adapted another network than this one; give the model that it was begun with")
-    method, live = _method(folder, begun), live_adapter(output, opened, number)
-    opened = opened.for_method(method)
-    model = copy.deepcopy(opened.model)
+    model = copy.deepcopy(source.model)
     own = dict(model.named_parameters())
     added = [name for name in version.state["extra"]["adapted"] if name not in own]
     if added:
@@ -161,7 +183,7 @@ def adapted_model(output: Path, opened: OpenedModel, number: int | None = None) 
     pairs = zip(each(model), live.members, strict=True) if isinstance(live, Ensemble) else [(model, live)]
     for plain, adapter in pairs:
         _take_over(plain, getattr(adapter.objective, "teacher", None) or adapter.model)
-    return version, replace(opened, model=model)
+    return replace(source, model=model)
 
 
 def live_adapter(output: Path, opened: OpenedModel, number: int | None = None) -> AnyAdapter:
@@ -192,6 +214,11 @@ def difference(live: AnyAdapter, adapted: OpenedModel, images: Sequence[Image] =
         one, other = (prediction.labels(adapted) for prediction in given)
         shares.append((one != other).float().mean().item())
     return fmean(shares)
+
+
+def _moved(before: nn.Module, after: nn.Module) -> tuple[str, ...]:
+    own = after.state_dict()
+    return tuple(name for name, tensor in before.state_dict().items() if not torch.equal(tensor, own[name]))
 
 
 def _differing(one: Tensor, other: Tensor) -> float:
