@@ -46,7 +46,7 @@ $(EXTRAS)/.installed: pyproject.toml constraints.txt
 test-extras: $(EXTRAS)/.installed
 	$(EXTRAS)/bin/python -m pytest -n 2 -rs $(EXTRA_TESTS)
 EXTRA_TESTS := tests/serving/test_cluster.py tests/serving/test_running.py tests/serving/test_page_in_chromium.py tests/serving/test_dicom_peers.py \
-  tests/models/io/test_nnunet.py tests/evaluation/test_given_models.py tests/evaluation/test_runners.py
+  tests/models/io/test_nnunet.py tests/evaluation/test_given_models.py tests/evaluation/test_runners.py tests/data/formats/test_images.py tests/data/formats/test_fuzz.py
 
 # nnU-Net plans, trains and predicts by its own commands; two minutes of one core
 test-nnunet: $(EXTRAS)/.installed

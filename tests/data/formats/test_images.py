@@ -310,6 +310,32 @@ def test_a_small_file_of_a_large_image_is_refused_before_its_memory_is_taken(tmp
             read_image(tmp_path / name)
 
 
+@pytest.mark.parametrize("compression", ["tiff_lzw", "tiff_adobe_deflate"])
+def test_a_damaged_strip_is_one_line_whoever_decodes_it(tmp_path, compression):
+    """zlib, libtiff, or imagecodecs where it is installed (`make test-extras`)."""
+    Pillow.fromarray(np.arange(1600, dtype=np.uint16).reshape(40, 40)).save(tmp_path / "a.tif", compression=compression)
+    with tifffile.TiffFile(tmp_path / "a.tif") as file:
+        begin = file.pages[0].dataoffsets[0]
+    content = bytearray((tmp_path / "a.tif").read_bytes())
+    content[begin : begin + 8] = b"\xff" * 8
+    (tmp_path / "a.tif").write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.tif: cannot be read as TIFF \(.+\); copy it again"):
+        read_image(tmp_path / "a.tif")
+
+
+def test_errors_of_an_optional_decoder_are_one_line(tmp_path, monkeypatch):
+    class DeflateError(RuntimeError):  # as imagecodecs has one for each compression
+        pass
+
+    def decode(*_, **__):
+        raise DeflateError("BAD_DATA")
+
+    tifffile.imwrite(tmp_path / "a.tif", RAMP)
+    monkeypatch.setattr(tifffile.TiffPageSeries, "asarray", decode)
+    with pytest.raises(DataError, match=r"cannot be read as TIFF \(BAD_DATA\); copy it again"):
+        read_image(tmp_path / "a.tif")
+
+
 def test_a_tiff_of_an_unknown_type_is_refused(tmp_path):
     tifffile.imwrite(tmp_path / "a.tif", RAMP.astype(np.float32))
     with tifffile.TiffFile(tmp_path / "a.tif", mode="r+") as file:

@@ -123,6 +123,8 @@ def _stored(path: Path, file: Any) -> NDArray[Any]:
                 f"{path}: TIFF compression {file.pages[0].compression} cannot be read exactly ({error}); "
                 "save it uncompressed or deflated"
             ) from error
+    except RuntimeError as error:  # a damaged strip, as imagecodecs says it where that package is installed
+        raise ValueError(str(error)) from error
     return channels_first(np.moveaxis(stored, 0, -1) if series.axes == "SYX" else stored, layout.channels)
 
 
