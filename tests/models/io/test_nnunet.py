@@ -368,6 +368,42 @@ def test_all_folds_are_used_unless_one_is_named(tmp_path):
     assert open_model(str(model), fold="10").nnunet.folds == ("10",)
 
 
+class TestTrainers:
+    """Found although some of nnU-Net's modules need packages that are not installed."""
+
+    @pytest.fixture(autouse=True)
+    def without_timm(self, monkeypatch):
+        loaded = ("timm", "nnunetv2.training.nnUNetTrainer.primus")
+        for name in [name for name in sys.modules if name.startswith(loaded)]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setitem(sys.modules, "timm", None)
+
+    def trained_by(self, folder, name):
+        model = write_nnunet(folder, 2)
+        file = model / "fold_0" / "checkpoint_final.pth"
+        torch.save({**torch.load(file, weights_only=False), "trainer_name": name}, file)
+        return model
+
+    @pytest.mark.parametrize("name", ["nnUNetTrainer_5epochs", "nnUNetTrainerNoMirroring"])
+    def test_one_of_nnunets_own(self, tmp_path, name):
+        opened = open_model(str(self.trained_by(tmp_path, name)))
+        plain = open_model(str(write_nnunet(tmp_path / "plain", 2)))
+        x = torch.rand(1, 1, 8, 8)
+        assert torch.equal(opened.model(x), plain.model(x))
+
+    def test_one_of_ones_own(self, tmp_path, monkeypatch):
+        (tmp_path / "trainers").mkdir()
+        (tmp_path / "trainers" / "ours.py").write_text(
+            "from nnunetv2.training.nnUNetTrainer.nnUNetTrainer import nnUNetTrainer\n"
+            "class nnUNetTrainerOfOurs(nnUNetTrainer):\n    pass\n"
+        )
+        model = self.trained_by(tmp_path, "nnUNetTrainerOfOurs")
+        with pytest.raises(DlttaError, match="the trainer nnUNetTrainerOfOurs cannot be imported"):
+            open_model(str(model))
+        monkeypatch.setenv("nnUNet_extTrainer", str(tmp_path / "trainers"))
+        assert open_model(str(model)).classes == ("background", "cord", "grey")
+
+
 def test_without_nnunet_one_line_says_what_to_install(tmp_path, monkeypatch, capsys):
     model = write_nnunet(tmp_path, 2)
     for name in [name for name in sys.modules if name.split(".")[0] == "nnunetv2"]:

@@ -1,8 +1,11 @@
 """2 networks. What nnU-Net planned, through its own managers: preprocessing, network, labels."""
 
 import contextlib
+import importlib
 import inspect
 import io
+import os
+import pkgutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,10 +142,33 @@ def _trainer(name: str) -> Any:
         with quiet():
             return recursive_find_trainer_class_by_name(name)
     except (RuntimeError, ImportError, AssertionError) as error:
+        if (found := _trainer_elsewhere(name)) is not None:
+            return found
         reason = " ".join(str(error).split())[:120]
         raise SettingError(
             f"the trainer {name} cannot be imported ({reason}); install it, or name its folder in nnUNet_extTrainer"
         ) from error
+
+
+def _trainer_elsewhere(name: str) -> Any:
+    """nnU-Net's search ends at the first module that lacks a package (timm, torchvision); this one goes on."""
+    from nnunetv2.paths import nnUNet_extTrainer
+    from nnunetv2.training.nnUNetTrainer.nnUNetTrainer import nnUNetTrainer
+    from nnunetv2.utilities.find_class_by_name import recursive_find_python_class
+
+    trainers = importlib.import_module("nnunetv2.training.nnUNetTrainer")
+    for module in pkgutil.walk_packages(trainers.__path__, f"{trainers.__name__}.", onerror=lambda _: None):
+        with quiet(), contextlib.suppress(ImportError, RuntimeError):
+            found = getattr(importlib.import_module(module.name), name, None)
+            if isinstance(found, type) and issubclass(found, nnUNetTrainer):
+                return found
+    own = nnUNet_extTrainer.get().split(os.pathsep) if nnUNet_extTrainer.is_set() else []
+    for folder in filter(os.path.isdir, own):
+        with quiet(), contextlib.suppress(ImportError, RuntimeError):
+            found = recursive_find_python_class(folder, name, None, cleanup_imports_from_base_folder=True)
+            if isinstance(found, type) and issubclass(found, nnUNetTrainer):
+                return found
+    return None
 
 
 def _single(value: Any) -> Any:
