@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help setup test test-fast test-slow test-extras test-nnunet peers lint format demo numbers docs docs-serve dist bench-speed bench-adapt bench-harm bench-instance bench-serve clean
+.PHONY: help setup test test-fast test-slow test-extras test-nnunet peers lint format demo numbers docs docs-serve dist bench-speed bench-adapt bench-harm bench-instance bench-serve bench-grid clean
 help:
 	@echo "make demo       train at a synthetic hospital A, adapt to hospital B; see runs/demo/oct/report.html"
 	@echo "make test       build .venv and run the tests"
@@ -17,6 +17,7 @@ help:
 	@echo "make numbers    run the demo again, write its picture and all quoted numbers into README and docs"
 	@echo "make dist       build wheel and sdist into dist/, install the wheel in an empty environment, run its demo"
 	@echo "make bench-speed, bench-adapt, bench-harm, bench-instance   measure speed, the guard, instance normalization; rewrite their pages in docs"
+	@echo "make bench-grid    what two tasks at the same time gain on this machine; rewrites the table of docs/grid.md"
 	@echo "make clean      remove .venv and caches"
 
 setup: $(VENV)/.installed
@@ -39,14 +40,15 @@ test-slow: setup
 EXTRAS := .venv-extras
 $(EXTRAS)/.installed: pyproject.toml constraints.txt
 	test -x $(EXTRAS)/bin/python || $(PYTHON) -m venv $(EXTRAS)
-	$(EXTRAS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,serve,nnunet,grid]"
+	$(EXTRAS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,serve,nnunet,grid,mlflow]"
 	$(EXTRAS)/bin/python -m pip uninstall --quiet --yes timm torchvision
 	touch $@
 
 test-extras: $(EXTRAS)/.installed
 	$(EXTRAS)/bin/python -m pytest -n 2 -rs $(EXTRA_TESTS)
 EXTRA_TESTS := tests/serving/test_cluster.py tests/serving/test_running.py tests/serving/test_page_in_chromium.py tests/serving/test_dicom_peers.py \
-  tests/models/io/test_nnunet.py tests/evaluation/test_given_models.py tests/evaluation/test_runners.py tests/data/formats/test_images.py tests/data/formats/test_fuzz.py
+  tests/models/io/test_nnunet.py tests/evaluation/test_given_models.py tests/evaluation/test_runners.py \
+  tests/evaluation/test_rehearsal_elsewhere.py tests/evaluation/test_tracking.py tests/data/formats/test_images.py tests/data/formats/test_fuzz.py
 
 # nnU-Net plans, trains and predicts by its own commands; two minutes of one core
 test-nnunet: $(EXTRAS)/.installed
@@ -119,6 +121,9 @@ bench-instance: setup
 bench-serve: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[serve]"
 	$(BIN)/python benchmarks/serve.py --scratch runs/bench-serve  # goes on where it was stopped
+
+bench-grid: setup
+	$(BIN)/python benchmarks/grid.py
 
 clean:
 	rm -rf $(VENV) $(EXTRAS) $(EMPTY) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

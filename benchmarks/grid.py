@@ -1,12 +1,13 @@
 """How much faster is a grid of streams with two tasks at the same time? Writes docs/results/grid.json, docs/grid.md.
 
-    python benchmarks/grid.py                          # minutes on two cores that are free
-    python benchmarks/grid.py --images 4 --rounds 1    # to see that it works
+    make bench-grid                                             # a quarter of an hour on two cores that are free
+    python benchmarks/grid.py --images 4 --rounds 1 --output X  # to see that it works; X has a copy of the page
 
 The same streams are run one after the other and two at the same time, each with one thread; and, for comparison, one
 after the other with two threads, and two at the same time with two threads each, which is what no option should do.
 Every round has all four; a speed-up is a ratio within a round, and the median over rounds is reported. A machine that
 others use too makes wall time worthless, so processor time stands beside it, and how much of the cores was ours.
+Standard error tells of each run as it ends.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from typing import Any
 from dltta.evaluation.experiment import Experiment, run_experiment
 from dltta.evaluation.provenance import Provenance
 from dltta.evaluation.runners import Local, variables
+from dltta.models.allocator import keep_freed_memory
 from dltta.recipes import Recipe
 from dltta.training import TrainingSettings
 
@@ -69,6 +71,7 @@ def run(folder: Path, way: Way, chosen: argparse.Namespace) -> dict[str, float]:
     subprocess.run([sys.executable, __file__, "--way", *arguments], check=True, env=environment)
     seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    sys.stderr.write(f"{way.name} threads: {seconds:.1f} s, {used:.1f} s of the processor\n")
     return {"seconds": seconds, "processor": used, "load": os.getloadavg()[0]}
 
 
@@ -97,9 +100,11 @@ def block(result: dict[str, Any]) -> str:
     reached = found["2 x 1"]["speedup"]
     verdict = "reached" if reached >= TARGET else "missed"
     shared = f", shared with other work (load average up to {load:.0f})" if load > 2.5 else ""
+    count = len(result["rounds"])
+    times = "once" if count == 1 else f"median of {count} rounds"
     lines = [
-        f"{result['streams']} streams of {result['images']} images, {machine}{shared}, "
-        f"median of {len(result['rounds'])} rounds, starting of processes included; ratios to the first row:",
+        f"{result['streams']} streams of {result['images']} images, {machine}{shared}, {times}, "
+        "starting of processes included; ratios to the first row:",
         "",
         "| tasks at the same time | threads of each | speed | processor time | cores that it got |",
         "|--:|--:|--:|--:|--:|",
@@ -123,9 +128,9 @@ def write(result: dict[str, Any], docs: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=40, help="of each stream")
+    parser.add_argument("--images", type=int, default=60, help="of each stream")
     parser.add_argument("--orders", type=int, default=4, help="twice as many streams")
-    parser.add_argument("--width", type=int, default=8, help="of the U-Net; 16 is the paper's")
+    parser.add_argument("--width", type=int, default=16, help="of the U-Net; 16 is the paper's")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=DOCS, help="where the result and the page are")
     parser.add_argument("--way", nargs=6, help=argparse.SUPPRESS)
@@ -133,6 +138,7 @@ def main() -> None:
     if chosen.way:
         work, *numbers = chosen.way
         jobs, threads, images, width, orders = map(int, numbers)
+        keep_freed_memory()  # as `dltta bench` does
         run_experiment(experiment(Path(work), images, width, orders), runner=Local(jobs, threads))
         return
     with tempfile.TemporaryDirectory() as scratch:

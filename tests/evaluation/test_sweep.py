@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -161,11 +162,11 @@ class FakeMLflow(SimpleNamespace):
     def log_params(self, values):
         self.runs[-1].params |= values
 
-    def log_metrics(self, values):
-        self.runs[-1].metrics |= values
-
-    def log_metric(self, name, value, step):
-        self.runs[-1].curves.append((name, value, step))
+    def log_metrics(self, values, step=None):
+        if step is None:
+            self.runs[-1].metrics |= values
+        else:
+            self.runs[-1].curves.append((step, values))
 
     def set_tag(self, name, value):
         self.runs[-1].tags[name] = value
@@ -192,15 +193,25 @@ def test_mlflow_gets_every_stream_once(tmp_path, monkeypatch):
         tracker.stream("key", Recipe("tent", "fixed", alpha=1e-3), record)
     (run,) = fake.runs
     assert (run.name, run.tags, run.metrics) == ("key", {TAG: "key"}, {"dice": 0.5})
-    assert run.curves == [("case_dice", 0.5, 0), ("case_loss", 2.0, 0)]
+    assert run.curves == [(0, {"case_dice": 0.5, "case_loss": 2.0})]
     wanted = {"source": "a", "target": "b", "method": "tent", "rate": "fixed", "seed": 0, "order": 1, "alpha": 1e-3}
     assert wanted.items() <= run.params.items()
     assert (fake.uri, fake.experiment) == (f"sqlite:///{tmp_path / 'tracking' / 'mlflow.db'}", "ab")
 
 
+def test_mlflow_reports_to_nobody_unless_its_own_variable_is_set(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", FakeMLflow())
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "false")
+    MLflow(tmp_path, "ab")
+    assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "false"
+    monkeypatch.delenv("MLFLOW_DISABLE_TELEMETRY")
+    MLflow(tmp_path, "ab")
+    assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
+
+
 def test_a_tool_that_is_not_installed_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(SettingError, match="MLflow is not installed; pip install mlflow"):
+    with pytest.raises(SettingError, match=r"MLflow is not installed; pip install 'dltta\[mlflow\]'"):
         MLflow(tmp_path, "ab")
 
 

@@ -4,8 +4,11 @@ A stream is known by its key, which carries a checksum of all that decides it; o
 """
 
 import math
+import os
 import shutil
 from collections.abc import Iterator, Mapping
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +17,7 @@ from dltta.evaluation.results import StreamResult
 from dltta.recipes import Recipe
 
 TAG = "dltta.stream"  # of a run in MLflow: the key of its stream
-NEEDS_TRACKING = "{} is not installed; pip install 'dltta[tracking]'"
+NEEDS_EXTRA = "{} is not installed; pip install 'dltta[{}]'"
 
 
 class Tracker(Protocol):
@@ -55,10 +58,11 @@ class MLflow:
     """A run for each stream, in the experiment `name`, at MLflow's own tracking address or else in `folder`."""
 
     def __init__(self, folder: Path, name: str) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read when it is imported
         try:
             import mlflow
         except ImportError as error:
-            raise SettingError(NEEDS_TRACKING.format("MLflow").replace("'dltta[tracking]'", "mlflow")) from error
+            raise SettingError(NEEDS_EXTRA.format("MLflow", "mlflow")) from error
         self._mlflow: Any = mlflow
         if not mlflow.is_tracking_uri_set():
             folder.mkdir(parents=True, exist_ok=True)
@@ -71,8 +75,8 @@ class MLflow:
         with self._mlflow.start_run(run_name=key):
             self._mlflow.log_params(settings(recipe, stream))
             self._mlflow.log_metrics(scores(stream))
-            for step, name, value in curves(stream):
-                self._mlflow.log_metric(f"case_{name}", value, step=step)
+            for step, points in groupby(curves(stream), itemgetter(0)):  # one transaction for each case
+                self._mlflow.log_metrics({f"case_{name}": value for _, name, value in points}, step=step)
             self._mlflow.set_tag(TAG, key)  # last: a run without it was interrupted and is not counted
 
 
@@ -81,7 +85,7 @@ def tensorboard_writer() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise SettingError(NEEDS_TRACKING.format("TensorBoard")) from error
+        raise SettingError(NEEDS_EXTRA.format("TensorBoard", "tracking")) from error
     return SummaryWriter
 
 
