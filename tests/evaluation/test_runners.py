@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import platform
+import resource
 from functools import partial
 from pathlib import Path
 
@@ -102,6 +104,19 @@ def leave_threads(folder, name):
     leave(folder, name, f"{torch.get_num_threads()} {os.environ['OMP_NUM_THREADS']}")
 
 
+def leave_faults(folder, name):
+    """How many pages the system gives out for a block that was used and freed before."""
+
+    def used():
+        block = bytearray(64 << 20)  # 16,384 pages, all written
+        block[::4096] = bytes([1]) * len(block[::4096])
+
+    used()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    used()
+    leave(folder, name, str(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before))
+
+
 def refuse():
     raise DataError("no such site")
 
@@ -137,6 +152,16 @@ def test_processes_have_their_threads_from_the_start_and_errors_come_back(tmp_pa
     assert os.environ["OMP_NUM_THREADS"] == "7"
     with pytest.raises(DataError, match="no such site"):
         Local(2).run([Task("x", refuse), Task("y", refuse)], threads=1, done=ignore, lost=ignore)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="an option of glibc")
+def test_processes_keep_freed_memory_as_the_command_does(tmp_path, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("MALLOC_")]:
+        monkeypatch.delenv(name)
+    tasks = [Task(name, partial(leave_faults, tmp_path, name)) for name in ("a", "b")]
+    Local(2).run(tasks, threads=1, done=ignore, lost=ignore)
+    assert all(int((tmp_path / name).read_text()) < 1000 for name in ("a", "b"))
 
 
 def test_a_worker_goes_to_the_folder_and_finds_the_modules_of_the_task(tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from dltta.errors import DlttaError, SettingError, WorkerLostError
+from dltta.models.allocator import keep_freed_memory
 
 ATTEMPTS = 5  # a task that takes its worker down so often is not run again
 NEEDS_GRID = "--on {} needs {}; install it: pip install 'dltta[grid]'"
@@ -89,6 +90,7 @@ class Work:
         os.chdir(self.folder)
         sys.path += [entry for entry in self.path if entry not in sys.path]
         torch.set_num_threads(self.threads)
+        keep_freed_memory()  # as the command does for tasks in its own process
         try:
             pickle.loads(self.call)()
         except DlttaError as error:
