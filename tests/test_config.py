@@ -72,6 +72,8 @@ def test_an_adapter_has_what_its_recipe_says():
     assert (adapter.memory.capacity, adapter.memory.neighbors, adapter.memory.ready) == (20, 8, "full")
     assert (adapter.rate, adapter.steps, adapter.mode) == (Proportional(1e-3), 1, "continual")
     assert type(adapter._optimizer) is torch.optim.SGD
+    (group,) = adapter._optimizer.param_groups
+    assert (group["momentum"], group["weight_decay"], group["nesterov"]) == (0.0, 0.0, False)  # Eq. (2) and no more
     adapter = make_adapter(classifier(), paper())
     assert (adapter.memory.capacity, adapter.memory.neighbors, adapter.rate) == (800, 12, Proportional(3e-4))
     other = Recipe("tent", "dynamic", optimizer="adam", steps=2, mode="image-specific", batch_size=16, pool=4)

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from dltta import Adapter, Fixed, MemoryBank, Proportional
@@ -28,6 +29,7 @@ from dltta.models.normalization import use_test_statistics
 from dltta.models.parts.rotation import RotationHead
 from dltta.recipes import paper
 from dltta.training import SourceTraining, TrainingSettings
+from dltta.training.fit import Plan, Ranks, Supervised, supervised
 from dltta.training.source import TaskTraining
 from dltta.training.task import TaskLoss
 from sites import Blobs
@@ -170,8 +172,9 @@ def test_moments_are_those_of_single_source_images_by_a_slow_loop(both):
     spread = sum(torch.outer(row - mean, row - mean) for row in rows) / (len(rows) - 1)
     assert torch.allclose(start.contrast.features.mean.double(), mean, atol=1e-5)
     assert torch.allclose(start.contrast.features.covariance.double(), spread, atol=1e-5)
-    far = [((each.flatten(1).mean(1) - mean) ** 2).mean().item() / 2 for each in maps]
-    assert start.contrast.features.mean_distance == pytest.approx(sum(far) / 8, rel=1e-4)
+    far = [((each.flatten(1).mean(1) - maps[0].flatten(1).mean(1)) ** 2).mean().item() for each in maps[1:]]
+    assert start.contrast.features.mean_distance == pytest.approx(sum(far) / 7, rel=1e-4)
+    assert start.contrast.projections.covariance_distance == 0  # of single images
 
 
 # ---- the source model and the network of TTT
@@ -292,6 +295,37 @@ def test_rotated_images_never_touch_stored_statistics(norm):
     assert stored["1.running_mean"].any()
     losses["rotation"].backward()
     assert joint[0].weight.grad.any()  # and yet the encoder learns from them
+
+
+def test_task_and_rotation_count_alike_and_every_image_is_turned_at_random():
+    """Both losses by hand from the same random turns; the step goes down their plain sum."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    head = RotationHead(4, 8)
+    joint = TaskTraining(copy.deepcopy(model), TaskLoss("ce"), Rotation(copy.deepcopy(head), "1", ()))
+    images, labels = torch.rand(8, 1, 6, 6), torch.randint(2, (8, 6, 6))
+    turns = torch.randint(4, (8,), generator=torch.Generator().manual_seed(1)).tolist()
+    assert len(set(turns)) > 2
+    turned = torch.cat([torch.rot90(image[None], turn, (2, 3)) for image, turn in zip(images, turns, strict=True)])
+    task = F.cross_entropy(model(images), labels)
+    rotation = F.cross_entropy(head.layers(model[:2](turned).mean((2, 3))), torch.tensor(turns))
+    (task + rotation).backward()
+    learner = Supervised(joint, joint, torch.optim.SGD(joint.parameters(), lr=1.0), lambda progress: 1.0)
+    losses = learner.step([images, labels], torch.Generator().manual_seed(1), 0.0)
+    assert losses == {
+        "task": pytest.approx(task.item(), rel=1e-5),
+        "rotation": pytest.approx(rotation.item(), rel=1e-5),
+    }
+    for moved, parameter in zip(joint.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(moved.detach(), parameter.detach() - parameter.grad)
+
+
+def test_source_training_minimizes_with_adam():
+    learner = supervised(nn.Linear(2, 2), Plan("task", 1, 1, 3e-4, 0), Ranks())
+    assert type(learner.optimizer) is torch.optim.Adam
+    (group,) = learner.optimizer.param_groups
+    assert (group["betas"], group["weight_decay"], group["amsgrad"]) == ((0.9, 0.999), 0, False)
+    assert [learner.rate(progress) for progress in (0.0, 0.5, 0.99)] == [3e-4] * 3
 
 
 @pytest.mark.parametrize(("task", "rate"), [("segmentation", 1e-3), ("classification", 3e-4)])

@@ -271,6 +271,11 @@ def test_the_split_has_the_papers_sizes_and_no_subject_twice():
         "val": 147,
         "test": 980,
     }
+    assert [(subjects[0], subjects[-1]) for subjects in SPECTRALIS_SPLIT.values()] == [
+        ("hc10", "ms21"), ("hc09", "ms14"), ("hc01", "ms12"),
+    ]  # fmt: skip
+    held = set(SPECTRALIS_SPLIT["val"]) | set(SPECTRALIS_SPLIT["test"])
+    assert held == {f"hc{n:02d}" for n in range(1, 10)} | {f"ms{n:02d}" for n in range(1, 15)}
     everyone = [subject for subjects in SPECTRALIS_SPLIT.values() for subject in subjects]
     assert sorted(everyone) == [f"hc{n:02d}" for n in range(1, 15)] + [f"ms{n:02d}" for n in range(1, 22)]
 
