@@ -15,6 +15,7 @@ import dltta.data.datasets.prostate
 import dltta.evaluation.paper.reproduce
 from commands import typed
 from dltta.config import default_preprocessing, open_dataset
+from dltta.core.objectives import Tent
 from dltta.data.case import Case
 from dltta.data.datasets.camelyon17 import PUBLISHED_SIZES
 from dltta.data.datasets.oct import CIRRUS_SPACING, LAYERS, SPECTRALIS_SPLIT
@@ -41,6 +42,7 @@ from dltta.evaluation.paper.reproduce import (
     REPRODUCTIONS,
     WITH_TARGET,
     Setup,
+    Spread,
     about,
     base_experiment,
     chosen,
@@ -94,6 +96,49 @@ def test_published_numbers_are_those_of_the_paper(name, row, rate, column, mean,
     found = printed(name, row, column, rate)
     assert found.mean == mean
     assert (found.sd == sd) if sd is not None else np.isnan(found.sd)
+
+
+SUMS = {  # of the printed tables, in hundredths: means of each row, means of each column, sds of each row
+    "oct": (
+        [66614, 70523, 73340, 73037, 73943, 71771, 72488, 73347, 74378, 74270, 75073],
+        [80854, 91388, 82983, 71693, 96515, 96558, 97502, 92540, 88751],
+        [35, 103, 46, 47, 113, 107, 100, 113, 56, 41, 47],
+    ),
+    "histology": (
+        [70428, 86600, 91428, 88368, 89427, 90889, 91534, 89963, 91378],
+        [78014, 78651, 77365, 83745, 77593, 78517, 78545, 77311, 82939, 77335],
+        [2112, 722, 1696, 484, 515, 655, 133, 1554, 1432],
+    ),
+    "prostate": (
+        [43712, 44498, 46269, 44863, 45858, 45107, 46380, 46172, 46850],
+        [73409, 67216, 67706, 57912, 75183, 68283],
+        [1713, 1599, 1078, 1603, 1464, 1502, 1774, 1693, 1512],
+    ),
+    "initial-rates": ([39973, 40418, 40694, 41220, 41311, 41710], [49033, 49140, 49222, 48975, 48956], [0] * 6),
+    "orders": ([39848, 40264, 40754, 41294, 41222, 41683], [49033, 49005, 49001, 49012, 49014], [0] * 6),
+    "steps": ([24190, 24739, 25009], [24658, 24655, 24625], [0] * 3),
+    "image-specific": ([15615, 15737, 16273, 16442, 16435, 16597], [48066, 49033], [0] * 6),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_slip_in_any_published_number_shows_in_the_sums_of_the_printed_table(name):
+    cells = [row.values for row in Published.load(name).rows]
+    means = np.array([[round(100 * number.mean) for number in row] for row in cells])
+    sds = np.array([[0 if np.isnan(number.sd) else round(100 * number.sd) for number in row] for row in cells])
+    assert (means.sum(1).tolist(), means.sum(0).tolist(), sds.sum(1).tolist()) == SUMS[name]
+
+
+@pytest.mark.parametrize("name", ["retrieval-size", "similarity"])
+def test_numbers_that_another_table_prints_are_the_same_there(name):
+    """The figure and the section print none: those that stand beside ours are the averages of the first table."""
+    average = Published.load("oct").columns.index("Average")
+    table = {(row.method, row.rate): row.values[average] for row in Published.load("oct").rows}
+    shown = Published.load(name)
+    for row in shown.rows:
+        for column, number in zip(shown.columns, row.values, strict=True):
+            rate = {"fixed rate": "fixed", "D = 8": "dynamic", "L2": "dynamic"}.get(column)
+            assert number == (None if rate is None else table[row.method, rate])
 
 
 def test_published_tables_are_whole_and_marked_as_published():
@@ -229,6 +274,11 @@ def test_numbers_that_the_paper_quotes_are_marked_with_their_origin():
             {f"A {m}" for m in ("Accuracy", "Sensitivity", "Specificity", "AUC", "F1")},
             "Sagawa",
         ),
+        # the same 82.50 again: the other rates and orders, and image-specific ATTA, the paper ran itself
+        ("initial-rates", "atta", "fixed", {"1e-3"}, "He et al."),
+        ("orders", "atta", "fixed", {"Order A"}, "He et al."),
+        ("image-specific", "atta", "fixed", {"Image-continual"}, "He et al."),
+        ("retrieval-size", "atta", "dynamic", {"fixed rate"}, "He et al."),
     ],
 )
 def test_what_the_paper_quotes(name, method, rate, columns, origin):
@@ -238,8 +288,12 @@ def test_what_the_paper_quotes(name, method, rate, columns, origin):
         for row in table.rows
     }
     assert marked[method, rate] == columns
-    assert {found for found in marked if marked[found]} <= {("atta", "fixed"), ("uda-st", "none"), ("uda-swav", "none")}
-    assert all(v.quoted is None or origin in v.quoted for r in table.rows if r.method == method for v in r.values)
+    others = {("atta", "fixed"), ("uda-st", "none")} if name == "oct" else {(method, rate)}
+    assert {found for found in marked if marked[found]} <= others
+    numbers = [value for row in table.rows if row.method == method for value in row.values if value]
+    assert all(value.quoted is None or origin in value.quoted for value in numbers)
+    average = printed("oct", "atta", "Average", "fixed").mean
+    assert name in ("oct", "histology") or [v.mean for v in numbers if v.quoted] == [average]
 
 
 def test_columns_of_our_own_and_derived_ones_stand_behind_the_papers():
@@ -257,6 +311,19 @@ def test_columns_of_our_own_and_derived_ones_stand_behind_the_papers():
     heads = comparison_latex(table).splitlines()[4:6]
     assert heads[0].count("multicolumn{2}") == 3
     assert heads[1].count("ours") == 4
+
+
+def test_the_mean_rate_is_that_of_images_with_a_discrepancy():
+    """A fixed rate has none, so all its images count; while the memory fills, the rate says nothing of Eq. (6)."""
+    first = stream("tent", "dynamic", [0.5, 0.5, 0.5])
+    filling, *others = first.cases
+    rates = (replace(filling, discrepancy=None, rate=9e-3), *(replace(case, rate=2e-3) for case in others))
+    place = {"One": replace(PLACES["One"], metric=RATE)}
+    row = compare(PAPER, place, {"run": results(replace(first, cases=rates))}, "").rows[2]
+    assert row.cells[0].ours.mean == pytest.approx(2.0)
+    fixed = tuple(replace(case, discrepancy=None) for case in rates)
+    row = compare(PAPER, place, {"run": results(replace(first, cases=fixed))}, "").rows[2]
+    assert row.cells[0].ours.mean == pytest.approx((9 + 2 + 2) / 3)
 
 
 def test_a_run_that_diverged_is_said_to_have():
@@ -318,7 +385,45 @@ def test_the_papers_settings_on_the_papers_data(tmp_path):
     assert base_experiment("oct", replace(setup, test_time_only=True)).methods == PAPER_METHODS
     assert base_experiment("oct", setup).source == ("oct:spectralis:train+val@data",)
     assert base_experiment("oct", setup).training.validation == ("hc09", "ms13", "ms14")
+    assert base_experiment("oct", setup).in_domain == "oct:spectralis:test@data"  # 980 slices that nobody trains on
+    assert base_experiment("oct", setup).targets == ("oct:cirrus@data",)
     assert base_experiment("prostate", setup).training.patch == (80, 80, 80)
+    assert base_experiment("prostate", setup).source == ("prostate:A@data",)
+    assert base_experiment("histology", setup).training.validation == 0.0  # all 302,436 patches are trained on
+
+
+def test_what_reproduce_md_says_of_source_training(tmp_path):
+    """Ours, where the paper says nothing: batches, augmentation, a constant rate."""
+    setup = Setup(tmp_path, Path("data"))
+    for bed, batch in {"oct": 8, "histology": 32, "prostate": 4}.items():
+        found = base_experiment(bed, setup).training
+        assert (found.batch_size, found.augmentation, found.schedule) == (batch, "light", "constant")
+        assert found.autoencoder_batch == 2
+    assert base_experiment("prostate", setup).training.validation == 0.2
+
+
+def test_imagenet_weights_reach_the_network(tmp_path):
+    file = tmp_path / "densenet121.pth"
+    plain, given = (base_experiment("histology", Setup(tmp_path, Path("data"), weights=w)) for w in (None, file))
+    assert (plain.network_options, given.network_options) == ({}, {"weights": str(file)})
+    assert plain.work != given.work
+
+
+@pytest.mark.parametrize(("where", "seeds"), [(("--phantom",), 1), (("--data", "folder"), 3)])
+def test_what_is_typed_is_what_is_run(monkeypatch, capsys, tmp_path, where, seeds):
+    asked = []
+
+    def stop(name, setup):
+        asked.append((name, setup))
+        raise SettingError("enough")
+
+    monkeypatch.setattr(dltta.evaluation.paper.reproduce, "check", stop)
+    options = ("--weights", "w.pth", "--vgg", "v.pth", "--epochs", "7", "--seed", "5", "--test-time-only")
+    code, _, err = typed(monkeypatch, capsys, "reproduce", "oct", *where, *options, "-o", tmp_path)
+    assert (code, "enough" in err) == (2, True)
+    data = None if seeds == 1 else Path("folder")
+    expected = Setup(tmp_path, data, seeds, 5, epochs=7, weights=Path("w.pth"), vgg=Path("v.pth"), test_time_only=True)
+    assert asked == [("oct", expected)]
 
 
 def test_which_hospitals_are_seen_and_which_are_a_and_b(tmp_path):
@@ -361,8 +466,10 @@ def test_vgg_weights_reach_uda_st_and_keep_its_models_apart(tmp_path):
 def test_the_first_line_on_phantoms_says_what_is_smaller(tmp_path):
     setup = Setup(tmp_path)
     for bed, parts in {
-        "oct": ("source images 40 (588)", "128 x 256 (128 x 1024)", "epochs 8 (100)", "training rate 3e-3 (1e-3)"),
-        "histology": ("source images 480 (302,436)", "test batch 16 (200)", "network densenet_small (DenseNet-121"),
+        "oct": ("source images 40 (588 + 147)", "128 x 256 (128 x 1024)", "epochs 8 (100)",
+                "training rate 3e-3 (1e-3)"),
+        "histology": ("source images 480 (302,436)", "test batch 16 (200)", "network densenet_small (DenseNet-121",
+                      "pairs in memory 64 (800)", "auto-encoder width 16 (64), auto-encoder epochs 3 (20)"),
         "prostate": ("source images 28 (30)", "images of each target 24 (30, 19, 13, 12 and 12)",
                      "pixels whole volumes of 48 x 48 x 32 (windows of 80 x 80 x 80)"),
     }.items():  # fmt: skip
@@ -372,6 +479,7 @@ def test_the_first_line_on_phantoms_says_what_is_smaller(tmp_path):
         for part in parts:
             assert part in said, (part, said)
     assert "test batch" not in about("oct", setup)  # one image, as in the paper
+    assert "memory" not in about("oct", setup)  # 20 pairs, as in the paper
     assert "hospitals" not in about("histology", setup)  # three, as in the paper
     assert about("oct", Setup(tmp_path, Path("data"))) == ON_PUBLISHED_DATA
 
@@ -412,6 +520,13 @@ def test_what_each_ablation_changes(tmp_path):
     assert settings("image-specific", "mode") == ["image-specific", "continual"]
     assert settings("image-specific", "steps") == [10, 1]
     assert [each.orders for each in runs_of("orders", setup).experiments.values()] == [5]
+    dashed = runs_of("retrieval-size", setup).places["fixed rate"]
+    assert (dashed.run, dashed.rate) == ("neighbors-8", "fixed")
+    letters = runs_of("prostate", setup).places
+    assert {letter: place.targets for letter, place in letters.items()} == {
+        "B": ("BMC",), "C": ("I2CVB",), "D": ("UCL",), "E": ("BIDMC",), "F": ("HK",),
+        "Average": ("BMC", "I2CVB", "UCL", "BIDMC", "HK"),
+    }  # fmt: skip
 
 
 def test_the_papers_spread_over_orders_is_computed_from_its_numbers(tmp_path):
@@ -492,7 +607,7 @@ def test_a_table_is_made_from_results(work, small_base):
     folder = work / "oct-phantom"
     text = files[0].read_text()
     assert text.count(ON_PHANTOMS) == 1
-    assert "source images 4 (588)" in text
+    assert "source images 4 (588 + 147)" in text
     found = Results.load(folder / "paper" / "results.json")
     tent = next(s for s in found.streams if (s.method, s.rate, s.target) == ("tent", "dynamic", "cirrus"))
     row = next(line for line in text.splitlines() if line.startswith("| Tent + dynamic"))
@@ -527,6 +642,16 @@ def test_the_loss_figure_plots_the_loss_of_the_stream_and_its_sd(work, small_bas
         assert all(0 < sd < 2 for sd in curves[label]["sds"])
     assert is_drawn(files["figure.png"])
     assert f"| Tent | {np.mean(curves['Tent']['means']):.4f} |" in files["table.md"].read_text()
+
+
+def test_the_band_of_the_loss_figure_is_the_sd_over_positions_by_hand():
+    """One position is undecided, entropy ln 2, one certain, entropy 0: mean and sd are half of ln 2."""
+    model = torch.nn.Sequential(torch.nn.BatchNorm2d(2))
+    watched = Spread(Tent())
+    watched.prepare(model)
+    logits = torch.tensor([[0.0, 90.0], [0.0, 0.0]]).view(1, 2, 1, 2)
+    assert watched(model, logits, logits).item() == pytest.approx(np.log(2) / 2, abs=1e-6)
+    assert (watched.means, watched.sds) == ([pytest.approx(np.log(2) / 2, abs=1e-6)],) * 2
 
 
 def test_figure_one_follows_the_stream(work, small_base):

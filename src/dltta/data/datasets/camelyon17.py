@@ -2,8 +2,8 @@
 
 `metadata.csv` names patient, node, position, tumor, center and split of every patch; patches are 96 x 96 RGB PNG files.
 The split is WILDS' official one: centers 0, 3 and 4 are the source (the split column tells training from validation at
-the same hospitals), center 1 is "val", center 2 is "test". Each patch is normalized with ImageNet's statistics. Where
-the paper speaks of hospitals A and B, we report by center.
+the same hospitals), center 1 is "val", center 2 is "test". Each patch is normalized with ImageNet's statistics. The
+paper's hospitals A and B are centers 1 and 2 by their numbers of patches; `data/cards.toml` says why not for certain.
 """
 
 import csv

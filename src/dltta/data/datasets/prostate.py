@@ -25,7 +25,8 @@ from dltta.data.formats.images import Geometry, read_image, read_mask
 from dltta.errors import DataError
 
 SITES = {"A": "RUNMC", "B": "BMC", "C": "I2CVB", "D": "UCL", "E": "BIDMC", "F": "HK"}
-VOLUMES = {"RUNMC": 30, "BMC": 30, "I2CVB": 19, "UCL": 13, "BIDMC": 12, "HK": 12}  # in the paper
+# of Liu et al. 2020, whom the paper follows; it gives no numbers itself
+VOLUMES = {"RUNMC": 30, "BMC": 30, "I2CVB": 19, "UCL": 13, "BIDMC": 12, "HK": 12}
 # of the folders, in other copies
 OTHER_NAMES = {"RUNMC": ("ISBI", "RADBOUD"), "BMC": ("ISBI_1.5",), "I2CVB": ("HCRUDB",)}
 PLANE = (384, 384)

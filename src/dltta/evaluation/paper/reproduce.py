@@ -148,14 +148,16 @@ class Runs:
 
 PAPER_SIZES: dict[Bed, dict[str, str]] = {
     "oct": {
-        "source images": "588",
+        "source images": "588 + 147",
         "images of each target": "48",
         "pixels": "128 x 1024",
         "network": "U-Net of width 16",
         "epochs": "100",
         "training rate": "1e-3",
         "test batch": "1",
+        "pairs in memory": "20",
         "auto-encoder width": "64",
+        "auto-encoder epochs": "20",
     },
     "histology": {
         "source images": "302,436",
@@ -166,7 +168,9 @@ PAPER_SIZES: dict[Bed, dict[str, str]] = {
         "epochs": "100",
         "training rate": "3e-4",
         "test batch": "200",
+        "pairs in memory": "800",
         "auto-encoder width": "64",
+        "auto-encoder epochs": "20",
     },
     "prostate": {
         "source images": "30",
@@ -176,7 +180,9 @@ PAPER_SIZES: dict[Bed, dict[str, str]] = {
         "epochs": "100",
         "training rate": "1e-3",
         "test batch": "1",
+        "pairs in memory": "20",
         "auto-encoder width": "64",
+        "auto-encoder epochs": "20",
     },
 }
 
@@ -224,7 +230,9 @@ def _phantom_sizes(bed: Bed, base: Experiment) -> dict[str, str]:
         "epochs": f"{base.training.epochs}",
         "training rate": f"{rate:.0e}".replace("e-0", "e-"),
         "test batch": f"{base.adaptation.batch_size}",
+        "pairs in memory": f"{(base.adaptation.batches_kept or 0) * (base.adaptation.batch_size or 0)}",
         "auto-encoder width": f"{base.training.autoencoder_width}",
+        "auto-encoder epochs": f"{base.training.autoencoder_epochs}",
     }
 
 
