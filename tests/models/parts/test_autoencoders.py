@@ -3,8 +3,9 @@ import torch
 
 import networks
 from dltta.errors import LayerNotFoundError
+from dltta.models.nets.architecture import Architecture
 from dltta.models.parts.adaptors import FeatureAdaptor, InputAdaptor
-from dltta.models.parts.autoencoders import AutoEncoders, LevelOutputs, Levels
+from dltta.models.parts.autoencoders import DENSENET_LEVELS, UNET_LEVELS, AutoEncoders, LevelOutputs, Levels
 
 LEVELS = Levels(watched=(("encoder", "bottleneck"),), adapted=("encoder",))
 
@@ -52,6 +53,37 @@ def test_watch_takes_image_features_and_probabilities_of_one_pass_and_forgets_th
     with torch.no_grad():
         model(x)
     assert not watch._seen  # nothing is kept from passes without a graph
+
+
+@pytest.mark.parametrize(
+    ("name", "channels", "levels", "seen", "adapted"),
+    [
+        (  # the encoder's levels with the decoder's of the same size, and the bottleneck alone; the prediction too
+            "unet", 1, UNET_LEVELS,
+            {"image": (1, 32, 32), "level_0": (16, 16, 16), "level_1": (32, 8, 8), "level_2": (64, 4, 4),
+             "level_3": (64, 2, 2), "output": (2, 32, 32)},
+            [(4, 32, 32), (8, 16, 16), (16, 8, 8)],
+        ),
+        (  # behind each of the four blocks; two numbers have no shape to learn
+            "densenet_small", 3, DENSENET_LEVELS,
+            {"image": (3, 64, 64), "level_0": (16, 8, 8), "level_1": (12, 4, 4), "level_2": (10, 2, 2),
+             "level_3": (18, 2, 2)},
+            [(24, 16, 16), (16, 8, 8), (12, 4, 4)],
+        ),
+    ],
+)  # fmt: skip
+def test_where_atta_looks_and_where_its_adaptors_stand(name, channels, levels, seen, adapted):
+    options = {"width": 4} if name == "unet" else {"width": 24, "growth": 4}
+    size = next(iter(seen.values()))[1:]
+    model = Architecture(name, 2, channels, 2, options).build(seed=0)
+    found = []
+    for layer in levels.adapted:
+        model.get_submodule(layer).register_forward_hook(lambda module, x, output: found.append(output.shape[1:]))
+    watch = LevelOutputs(levels)
+    watch.attach(model)
+    model(torch.rand(2, channels, *size))
+    assert {part: tuple(value.shape[1:]) for part, value in watch.take().items()} == seen
+    assert found == adapted
 
 
 def test_levels_name_a_layer_that_is_not_there():
