@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import behaviors
 import networks
 import slow
 from dltta import Adapter, Fixed, MemoryBank, Proportional
@@ -37,15 +38,28 @@ def test_moments_by_hand():
     rows = torch.tensor([[0.0, 0.0], [2.0, 4.0]])
     assert covariance(rows).tolist() == [[2.0, 4.0], [4.0, 8.0]]
     assert covariance_distance(covariance(rows), torch.zeros(2, 2)).item() == (4 + 16 + 16 + 64) / 16
-    assert mean_distance(torch.tensor([1.0, 2.0]), torch.zeros(2)).item() == 1.25
-    found = feature_moments([rows, rows + 2])  # means (1,2) and (3,4) around (2,3); each covariance as above
-    assert found.mean.tolist() == [2.0, 3.0]
-    assert found.mean_distance == 0.5
-    whole = covariance(torch.cat([rows, rows + 2]))
-    assert found.covariance_distance == pytest.approx(covariance_distance(covariance(rows), whole).item())
+    assert mean_distance(torch.tensor([1.0, 2.0]), torch.zeros(2)).item() == 2.5
     distance = FeatureMoments(torch.zeros(2), torch.zeros(2, 2), 0.5, 4.0).distance(rows)
-    assert distance.item() == pytest.approx(1.25 / 0.5 + 6.25 / 4)
-    assert FeatureMoments(torch.zeros(2), torch.zeros(2, 2), 0.5, 4.0).distance(rows[1:]).item() == 5 / 0.5
+    assert distance.item() == pytest.approx(0.5 * 2.5 / 0.5 + 6.25 / 4)
+    assert FeatureMoments(torch.zeros(2), torch.zeros(2, 2), 0.5, 4.0).distance(rows[1:]).item() == 0.5 * 10 / 0.5
+
+
+def test_moments_of_source_batches_by_hand():
+    """Means (1,2), (3,4) and (1,2) around (5/3, 8/3); covariances as above, but of the third 4 times."""
+    rows = torch.tensor([[0.0, 0.0], [2.0, 4.0]])
+    found = feature_moments([rows, rows + 2, 2 * rows - torch.tensor([1.0, 2.0])])
+    assert found.mean.tolist() == pytest.approx([5 / 3, 8 / 3])
+    assert found.mean_distance == (4 + 0) / 2  # of the second and the third from the first
+    assert found.covariance_distance == 0.5 * 9 * 6.25  # 3 times ((2,4),(4,8)) away, squared
+
+
+def test_what_has_no_usual_distance_has_no_part():
+    """Batches of one, as a segmentation's projections, have no covariance; a single batch is away from nothing."""
+    rows = torch.tensor([[0.0, 0.0], [2.0, 4.0]])
+    single = feature_moments([rows[:1], rows[1:]])
+    assert (single.mean_distance, single.covariance_distance) == (10.0, 0.0)
+    assert single.distance(5 * rows).item() == pytest.approx(0.5 * (4**2 + 8**2) / 2 / 10)  # (5,10) from (1,2)
+    assert feature_moments([rows]).distance(5 * rows).item() == 0
 
 
 def made(model, layer, x, size=3, **options):
@@ -162,6 +176,26 @@ def test_the_contract_is_kept_with_a_memory_and_a_dynamic_rate_too():
     memory = MemoryBank(capacity=2, neighbors=1)
     adapter = Adapter(model, made(model, "bottleneck", images[0]), Proportional(1e-3), memory=memory)
     assert all(step.rate > 0 for step in map(adapter.step, images))
+
+
+@pytest.mark.parametrize("name", ["2-D batch", "classes batch"])
+def test_resumes_bit_for_bit_and_is_rolled_back_and_guarded(name):
+    model, x = behaviors.network(name), stream(behaviors.NETWORKS[name][1], 1, seed=4)[0]
+    layer = "bottleneck" if name == "2-D batch" else "encoder"
+    for queue in (7, 40):  # full after the third batch of images, of positions, or never
+        behaviors.check_resumes(made(model, layer, x, queue=queue), name, optimizer=torch.optim.Adam)
+    behaviors.check_rolled_back(made(model, layer, x, queue=7), name)
+    behaviors.check_guarded(made(model, layer, x, queue=7), name)
+
+
+def test_a_head_in_training_mode_is_neither_trained_nor_random():
+    model, x = trained(networks.Classifier()), stream((3, 1, 8, 8), 1)[0]
+    objective = made(model, "encoder", x)
+    objective.head.train()
+    adapter = Adapter(model, objective, Fixed(0.1))
+    adapter.step(x)
+    assert not adapter.objective.head.training
+    assert not any(parameter.requires_grad for parameter in adapter.objective.head.parameters())
 
 
 def test_refusals():

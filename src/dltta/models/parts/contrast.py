@@ -44,26 +44,25 @@ def contrast_loss(one: Tensor, other: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FeatureMoments:
-    """Mean and covariance of source features, and how far single batches of the source are from them."""
+    """Mean and covariance of source features, and how far apart batches of the source usually are; 0 if unknown."""
 
     mean: Tensor  # (D,)
     covariance: Tensor  # (D, D)
-    mean_distance: float  # of source batches, see `mean_distance`
+    mean_distance: float  # see the function of that name
     covariance_distance: float
 
     def distance(self, features: Tensor) -> Tensor:
-        """Of features (N, D): distances of covariance and mean, each in units of the usual one; fewer than two have no
-        covariance.
+        """Of features (N, D): that of the covariance and half that of the mean, each in units of the usual one.
+
+        Fewer than two features have no covariance. What has no usual distance to be measured by has no part.
         """
-        total = mean_distance(features.mean(0), self.mean.to(features)) / max(self.mean_distance, TINY)
-        if len(features) < 2:
-            return total
-        return total + covariance_distance(covariance(features), self.covariance.to(features)) / max(
-            self.covariance_distance, TINY
-        )
-
-
-TINY = 1e-12
+        total = features.new_zeros(())
+        if self.mean_distance > 0:
+            total = total + mean_distance(features.mean(0), self.mean.to(features)) / (2 * self.mean_distance)
+        if self.covariance_distance > 0 and len(features) > 1:
+            apart = covariance_distance(covariance(features), self.covariance.to(features))
+            total = total + apart / self.covariance_distance
+        return total
 
 
 def covariance(features: Tensor) -> Tensor:
@@ -78,14 +77,19 @@ def covariance_distance(one: Tensor, other: Tensor) -> Tensor:
 
 
 def mean_distance(one: Tensor, other: Tensor) -> Tensor:
-    """Half the mean square of μ − μ'."""
-    return (one - other).square().mean() / 2
+    """The mean square of μ − μ'."""
+    return (one - other).square().mean()
 
 
 def feature_moments(batches: Sequence[Tensor]) -> FeatureMoments:
-    """Of all rows of source batches (N, D) each, and the mean distance of the batches from them."""
+    """Of all rows of source batches (N, D) each, and the mean distance of the other batches from the first."""
     rows = torch.cat(list(batches)).double()
-    mean, spread = rows.mean(0), covariance(rows)
-    far = [mean_distance(batch.double().mean(0), mean).item() for batch in batches]
-    wide = [covariance_distance(covariance(batch.double()), spread).item() for batch in batches if len(batch) > 1]
-    return FeatureMoments(mean.float(), spread.float(), sum(far) / len(far), sum(wide) / len(wide) if wide else 0.0)
+    first, *others = (batch.double() for batch in batches)
+    far = [mean_distance(batch.mean(0), first.mean(0)).item() for batch in others]
+    wide = [
+        covariance_distance(covariance(batch), covariance(first)).item()
+        for batch in others
+        if min(len(batch), len(first)) > 1
+    ]
+    usual = [sum(distances) / len(distances) if distances else 0.0 for distances in (far, wide)]
+    return FeatureMoments(rows.mean(0).float(), covariance(rows).float(), *usual)
