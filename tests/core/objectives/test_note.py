@@ -7,6 +7,7 @@ import torch
 from test_rotta import classify, segment
 from torch import nn
 
+import behaviors
 import networks
 import slow
 from dltta import Adapter, Fixed, MemoryBank, Proportional
@@ -185,6 +186,41 @@ def test_the_contract_is_kept_with_a_memory_and_a_dynamic_rate_too():
     memory = MemoryBank(capacity=2, neighbors=1)
     adapter = Adapter(trained(networks.Segmenter()), NOTE(every=2), Proportional(0.1), memory=memory)
     assert [step.rate > 0 for step in map(adapter.step, stream((1, 1, 8, 8), 6))] == [False, True] * 3
+
+
+def test_the_statistics_follow_images_of_every_size_by_hand():
+    """Two images of one size and one of another: a third of what is followed is the latter's."""
+    model = trained(networks.Segmenter())
+    images = [stream(size, 1, seed=i)[0] for i, size in enumerate([(1, 1, 8, 8), (1, 1, 4, 8), (1, 1, 8, 8)])]
+    adapter = Adapter(model, NOTE(every=3, momentum=0.1), Fixed(0.1), layout="given", predict="before")
+    for x in images:
+        adapter.step(x)
+    with torch.no_grad():
+        pair, single = (model.encoder[0](x) for x in (torch.cat([images[0], images[2]]), images[1]))
+    for of, stored, found in (
+        (lambda x: x.mean((0, 2, 3)), model.encoder[1].running_mean, 0),
+        (lambda x: x.var((0, 2, 3), correction=1), model.encoder[1].running_var, 1),
+    ):
+        expected = 0.9 * stored + 0.1 * (2 / 3 * of(pair) + 1 / 3 * of(single))
+        torch.testing.assert_close(adapter.model.encoder[1].moments()[found], expected)
+
+
+def test_the_temperature_divides_the_logits():
+    model, x = trained(networks.Classifier()), stream((3, 1, 8, 8), 1)[0]
+    other = trained(networks.Classifier())
+    with torch.no_grad():
+        other.head.weight /= 2
+        other.head.bias /= 2
+    one, same = Adapter(model, NOTE(every=1, temperature=2.0), Fixed(0.1)), Adapter(other, NOTE(every=1), Fixed(0.1))
+    assert one.step(x).loss == pytest.approx(same.step(x).loss, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["2-D batch", "classes batch"])
+def test_resumes_bit_for_bit_and_is_rolled_back_and_guarded(name):
+    for every in (3, 5):  # also between two updates
+        behaviors.check_resumes(NOTE(capacity=3, every=every, momentum=0.3), name, optimizer=torch.optim.Adam)
+    behaviors.check_rolled_back(NOTE(capacity=4, every=1), name)
+    behaviors.check_guarded(NOTE(capacity=4, every=1), name)
 
 
 def test_refusals():

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import behaviors
 import networks
 import slow
 from dltta import Adapter, Fixed, MemoryBank, Proportional
@@ -223,6 +224,32 @@ def test_images_of_several_sizes_share_a_memory():
     steps = [adapter.step(stream(size, 1, seed=i)[0]) for i, size in enumerate(sizes)]
     assert [step.logits.shape[2:] for step in steps] == [(8, 8), (4, 8), (8, 8)]
     assert steps[-1].rate == 0.1
+
+
+def test_the_statistics_follow_images_of_every_size_by_hand():
+    """Two images of one size and one of another: a third of what is followed is the latter's."""
+    model = trained(networks.Segmenter())
+    images = [stream(size, 1, seed=i)[0] for i, size in enumerate([(1, 1, 8, 8), (1, 1, 4, 8), (1, 1, 8, 8)])]
+    adapter = Adapter(model, RoTTA(every=3, momentum=0.1), Fixed(0.1), layout="given")
+    for x in images:
+        adapter.step(x)
+    with torch.no_grad():
+        pair, single = (model.encoder[0](x) for x in (torch.cat([images[0], images[2]]), images[1]))
+    for of, stored, found in (
+        (lambda x: x.mean((0, 2, 3)), model.encoder[1].running_mean, 0),
+        (lambda x: x.var((0, 2, 3), correction=0), model.encoder[1].running_var, 1),
+    ):
+        expected = 0.9 * stored + 0.1 * (2 / 3 * of(pair) + 1 / 3 * of(single))
+        teacher = adapter.objective.teacher.encoder[1].moments()[found]  # plain images; the student sees views
+        torch.testing.assert_close(teacher, expected)
+
+
+@pytest.mark.parametrize("name", ["2-D batch", "classes batch"])
+def test_resumes_bit_for_bit_and_is_rolled_back_and_guarded(name):
+    for every in (3, 5):  # also between two updates
+        behaviors.check_resumes(RoTTA(capacity=4, every=every, follow=0.3), name, optimizer=torch.optim.Adam)
+    behaviors.check_rolled_back(RoTTA(capacity=4, every=1), name)
+    behaviors.check_guarded(RoTTA(capacity=4, every=1), name)
 
 
 def test_refusals():

@@ -188,7 +188,7 @@ class InstanceAwareBatchNorm(BatchNormWrapper):
         self.register_buffer("test_variance", variance.clone(), persistent=False)
         self.k, self.weight_of_batch = k, momentum
         self.following = False
-        self._batch: tuple[Tensor, Tensor] | None = None
+        self.batches: list[tuple[int, Tensor]] = []  # of each learned from: images; mean and variance, (2, C)
 
     def forward(self, input: Tensor) -> Tensor:
         shape = (1, -1, *(1,) * (input.ndim - 2))
@@ -208,18 +208,20 @@ class InstanceAwareBatchNorm(BatchNormWrapper):
         if not self.following or input.numel() == input.shape[1]:
             return self.test_mean, self.test_variance
         variance, mean = torch.var_mean(input, [0, *range(2, input.ndim)], correction=1)
-        self._batch = mean.detach(), variance.detach()
+        self.batches.append((len(input), torch.stack([mean, variance]).detach()))
         return mean, variance
 
     def moments(self) -> tuple[Tensor, Tensor]:
         return self.test_mean, self.test_variance
 
     def commit(self) -> None:
-        """The stored statistics follow the latest batch that was learned from."""
-        if self._batch is not None:
-            self.test_mean.lerp_(self._batch[0], self.weight_of_batch)
-            self.test_variance.lerp_(self._batch[1], self.weight_of_batch)
-            self._batch = None
+        """The stored statistics follow what was learned from: of images of several sizes the mean over the images."""
+        if self.batches:
+            images = sum(count for count, _ in self.batches)
+            mean, variance = torch.stack([count / images * both for count, both in self.batches]).sum(0)
+            self.test_mean.lerp_(mean, self.weight_of_batch)
+            self.test_variance.lerp_(variance, self.weight_of_batch)
+        self.batches = []
 
 
 def soft_shrink(values: Tensor, threshold: Tensor) -> Tensor:
@@ -230,7 +232,7 @@ def soft_shrink(values: Tensor, threshold: Tensor) -> Tensor:
 @contextmanager
 def _learning(layers: Sequence[InstanceAwareBatchNorm]) -> Iterator[None]:
     for layer in layers:
-        layer.following = True
+        layer.following, layer.batches = True, []
     try:
         yield
     finally:

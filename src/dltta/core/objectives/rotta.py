@@ -207,8 +207,8 @@ class _Robust:
 class RobustBatchNorm(BatchNormWrapper):
     """Batch normalization by statistics that begin as the source's and follow the batches learned from slowly.
 
-    While `following`, the batch moves them by `momentum` and is normalized by the result, through which gradients
-    flow; `commit` keeps it.
+    While `following`, each batch moves them by `momentum` and is normalized by the result, through which gradients
+    flow; `commit` keeps it: of several batches, such as images of several sizes, the mean over their images.
     """
 
     robust_mean: Tensor
@@ -222,7 +222,7 @@ class RobustBatchNorm(BatchNormWrapper):
         self.register_buffer("robust_variance", variance.clone(), persistent=False)
         self.weight_of_batch = momentum
         self.following = False
-        self._moved: tuple[Tensor, Tensor] | None = None
+        self.moved: list[tuple[int, Tensor]] = []  # for each batch followed: images; mean and variance, (2, C)
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.following:
@@ -230,7 +230,7 @@ class RobustBatchNorm(BatchNormWrapper):
         variance, mean = torch.var_mean(input, [0, *range(2, input.ndim)], correction=0)
         mean = self.robust_mean.lerp(mean, self.weight_of_batch)
         variance = self.robust_variance.lerp(variance, self.weight_of_batch)
-        self._moved = mean.detach(), variance.detach()
+        self.moved.append((len(input), torch.stack([mean, variance]).detach()))
         shape = (1, -1, *(1,) * (input.ndim - 2))
         normalized = (input - mean.view(shape)) * (variance.view(shape) + self.eps).rsqrt()
         return normalized if self.weight is None else normalized * self.weight.view(shape) + self.bias.view(shape)
@@ -239,11 +239,13 @@ class RobustBatchNorm(BatchNormWrapper):
         return self.robust_mean, self.robust_variance
 
     def commit(self) -> None:
-        """Keep what the latest batch that was followed has moved."""
-        if self._moved is not None:
-            self.robust_mean.copy_(self._moved[0])
-            self.robust_variance.copy_(self._moved[1])
-            self._moved = None
+        """Keep what the batches that were followed have moved."""
+        if self.moved:
+            images = sum(count for count, _ in self.moved)
+            mean, variance = torch.stack([count / images * both for count, both in self.moved]).sum(0)
+            self.robust_mean.copy_(mean)
+            self.robust_variance.copy_(variance)
+        self.moved = []
 
 
 def robust_layers(model: nn.Module) -> list[RobustBatchNorm]:
@@ -254,7 +256,7 @@ def robust_layers(model: nn.Module) -> list[RobustBatchNorm]:
 def _following(layers: Sequence[RobustBatchNorm]) -> Iterator[None]:
     """While the context lasts, robust statistics follow what passes through their layers."""
     for layer in layers:
-        layer.following = True
+        layer.following, layer.moved = True, []
     try:
         yield
     finally:
