@@ -57,6 +57,19 @@ def test_laws_exponent_by_hand():
     assert rate(signals(model, torch.zeros(1, 2))) == pytest.approx([0.0, 0.5, 1.0], abs=1e-6)
 
 
+def test_a_single_parameter_has_none_to_be_compared_with():
+    model = nn.Linear(2, 2, bias=False)
+    assert LAW(0.1)(signals(model, torch.tensor([[1.0, 0.0]]))) == [0.1]
+
+
+def test_palm_is_finite_where_probabilities_round_to_zero():
+    """At logits (2000, 0) and T = 1 the second probability is 0 in float32; g_a = 2 · 1 − 1 times 1000."""
+    model = Scales()
+    rate = PALM(0.1, temperature=1.0, limit=1e4)
+    assert rate(signals(model, torch.tensor([[1000.0, 0.0]]))) == pytest.approx([0.1, 0.1])
+    assert rate.usual["a"].item() == pytest.approx(0.5 * 2 * 1000)
+
+
 def test_palm_by_hand():
     """T = 1, logits (2, 0): −Σ log p has ∂/∂z_c = 2 p_c − 1, so g_a = 2σ(2) − 1 = tanh 1 and s = 2 tanh 1; g_b = 0."""
     model, rate = Scales(), PALM(0.1, temperature=1.0, limit=10.0, decay=0.5)
@@ -74,6 +87,16 @@ def test_palm_leaves_alone_what_is_above_its_limit_and_does_not_go_on_at_an_old_
     found = rate(signals(model, torch.tensor([[0.1, 0.0]])))  # tanh 0.1 · 0.1: selected
     assert found[0] == pytest.approx(0.1, rel=1e-4)
     assert rate(signals(model, torch.tensor([[1.0, 0.0]])))[0] == 0.0
+
+
+def test_palms_limit_is_of_the_sum_of_absolute_values():
+    """Logits W (1, 1) with rows (3, 3) and (0, 0): each number of W has |g| = tanh 3, of which four sum to 3.98."""
+    model = nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[3.0, 3.0], [0.0, 0.0]]))
+    x = torch.ones(1, 2)
+    assert PALM(0.1, temperature=1.0, limit=3.97)(signals(model, x)) == [0.0]  # 4 tanh 3 = 3.9802
+    assert PALM(0.1, temperature=1.0, limit=3.99)(signals(model, x)) == [pytest.approx(0.1)]
 
 
 def nll(weights, x, forward):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dltta.core.rates import Signals, require_rate
 from dltta.errors import SettingError
-from dltta.models.predictions import most_likely, probabilities
+from dltta.models.predictions import log_probabilities, most_likely
 
 TINY = 1e-8  # of both papers
 
@@ -24,8 +24,9 @@ class LAW:
 
     Layer-wise test-time adaptation, Park et al., WACV 2024: the gradient is that of the negative log-likelihood of the
     network's own most likely class. A layer that such gradients reach weakly stays, the one that they reach most moves
-    at α. The sums never fade. Differs from the released program: its gradient still holds that of the update before,
-    which we take for a slip; and its Adam begins anew at each step, ours goes on.
+    at α; so does a single one, which has none to be compared with (ours). The sums never fade. Differs from the
+    released program: its gradient still holds that of the update before, which we take for a slip; and its Adam begins
+    anew at each step, ours goes on.
     """
 
     per_parameter: ClassVar[bool] = True
@@ -39,6 +40,8 @@ class LAW:
         self.sums: dict[str, float] = {}  # by parameter: of the mean squared gradients
 
     def __call__(self, signals: Signals) -> Sequence[float]:
+        if len(signals.parameters) == 1:
+            return [self.alpha]
         for name, gradient in gradients(signals, _own_labels).items():
             self.sums[name] = self.sums.get(name, 0.0) + gradient.double().square().mean().item()
         lengths = [math.sqrt(self.sums.get(name, 0.0)) for name in signals.parameters]
@@ -118,4 +121,4 @@ def _own_labels(logits: Tensor) -> Tensor:
 
 def _to_uniform(logits: Tensor, temperature: float) -> Tensor:
     """− Σ_c log p_c at a temperature, mean over images and positions."""
-    return -probabilities(logits / temperature).log().sum(1).mean()
+    return -log_probabilities(logits / temperature).sum(1).mean()

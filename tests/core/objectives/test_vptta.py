@@ -10,6 +10,7 @@ import torch
 
 import networks
 from dltta import Adapter, Aligned, Fixed, MemoryBank, Proportional
+from dltta.core.layer_rates import LAW, PALM
 from dltta.core.objectives.vptta import VPTTA
 from dltta.core.update import before_batch
 from dltta.errors import InputError, NonFiniteError, NothingToAdaptError, SettingError
@@ -255,12 +256,20 @@ def test_images_of_other_sizes_share_the_stream_but_not_their_keys():
     torch.testing.assert_close(adapter.adapted_parameters()["frequency_prompt.factors"].detach(), moved)
 
 
-@pytest.mark.parametrize("rate", [Proportional(0.1), Aligned(0.1)])
+@pytest.mark.parametrize("rate", [Proportional(0.1), Aligned(0.1), LAW(0.1), PALM(0.1, limit=100.0)])
 def test_other_rates_run_on_top(rate):
     memory = MemoryBank(capacity=2, neighbors=1, ready="neighbors") if isinstance(rate, Proportional) else None
     adapter = Adapter(trained(networks.Segmenter()), small(), rate, memory=memory)
     steps = [adapter.step(x) for x in stream((1, 1, 8, 8), 3)]
     assert steps[-1].rate > 0
+
+
+@pytest.mark.parametrize("rate", [Fixed(0.1), Aligned(0.1), LAW(0.1), PALM(0.1)])
+def test_no_graph_outlives_a_step(rate):
+    adapter = Adapter(trained(networks.Segmenter()), small(), rate, predict="before")
+    adapter.step(stream((1, 1, 8, 8), 1)[0])
+    again = copy.deepcopy(adapter.model)  # torch refuses to copy what is part of a graph
+    assert all(layer.take() is None for layer in again.modules() if hasattr(layer, "take"))
 
 
 def test_a_network_that_is_a_sequence_of_layers_runs_the_prompt_first_and_once():

@@ -88,6 +88,9 @@ class VPTTA:
 
     def after_update(self, model: nn.Module, /) -> None:
         """Remember the prompt; one for each batch, however many steps it takes."""
+        for layer in model.modules():
+            if isinstance(layer, _WarmUp):
+                layer.take()  # of the passes that a rate made: their graphs end here
         if self._key is None:
             return
         if self._stored:
