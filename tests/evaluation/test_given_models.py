@@ -243,7 +243,8 @@ def test_the_card_says_what_the_model_says_and_what_it_lacks(tmp_path, dltta):
     assert "- without auto-encoders: atta" in text
     found = json.loads(dltta("inspect", model, "--json"))["missing"]
     assert [part.partition(":")[0] for part in found] == [
-        "calibration", "rehearsal", "rotation head", "auto-encoders", "source pairs",
+        "calibration", "rehearsal", "rotation head", "projection head", "image normalizer and denoiser",
+        "auto-encoders", "source pairs",
     ]  # fmt: skip
 
 

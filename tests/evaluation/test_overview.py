@@ -2,14 +2,17 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from bundles import make_bundle
 from commands import typed
 from dltta.data.preprocessing import Preprocessing
-from dltta.evaluation.overview import overview
+from dltta.evaluation.card import missing_parts
+from dltta.evaluation.overview import check_method, overview
 from dltta.models.encoder import shared_parameters
 from dltta.models.io.checkpoint import Checkpoint, Reconstructions, Rotation, save_checkpoint
 from dltta.models.io.opening import open_checkpoint, open_model
@@ -87,6 +90,30 @@ def test_what_only_a_step_shows_is_found(tmp_path):
     found = checks(overview(open_model(own_code(tmp_path, "Segmenter()"), untrained=True), (2, 2)))
     assert not found["tent"].works
     assert re.search(r"an image of 2x2: layer 'bottleneck.1' gets a single value", found["tent"].reason)
+
+
+def test_a_method_for_another_task_is_not_to_be_trained(tmp_path):
+    opened = open_model(own_code(tmp_path, "Classifier()"), untrained=True)
+    seen = overview(opened, (8, 8))
+    assert checks(seen)["dtta"].reason == "DTTA is for segmentation, and this model is for classification"
+    assert missing_parts(opened)[-1] == "parts that only dltta train adds: ttt, atta, ttt++, --prefill"
+
+
+def test_what_a_checkpoint_lacks_is_named_with_the_option_that_trains_it():
+    found = missing_parts(open_checkpoint(checkpoint(), "net"))
+    assert "projection head: ttt++ (dltta train --with ttt++)" in found
+    assert "image normalizer and denoiser: dtta (dltta train --with dtta)" in found
+    assert not any("rotation head" in part or "auto-encoders" in part for part in found)
+
+
+def test_methods_that_learn_from_a_memory_are_tried_with_an_update(tmp_path):
+    """Views of a signal cannot be made, which shows in RoTTA's update and not before."""
+    layers = nn.Conv1d(1, 4, 3, padding=1), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(64, 2)
+    opened = replace(open_model(own_code(tmp_path, "Classifier()"), untrained=True), model=nn.Sequential(*layers))
+    found = {name: check_method(opened, name, torch.rand(1, 1, 16)) for name in ("tent", "note", "rotta")}
+    assert found["tent"].works
+    assert found["note"].works
+    assert "views are made of 2-D images and volumes" in found["rotta"].reason
 
 
 def test_the_network_is_left_as_it_was(tmp_path):

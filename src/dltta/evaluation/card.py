@@ -16,7 +16,6 @@ from dltta.models.io.opened import OpenedModel
 from dltta.models.normalization import normalization_layers
 from dltta.quality.candidates import BATCH
 
-_TRAINED = (*(str(method) for method in Method if method.facts.part), "--prefill")
 UNKNOWN = "not recorded in the model"
 KINDS = {
     "checkpoint": "a model folder of `dltta train`",
@@ -65,10 +64,15 @@ def missing_parts(opened: OpenedModel) -> list[str]:
     if opened.rehearsal is None:
         found.append("rehearsal: recommended cannot choose, and expects no quality (dltta calibrate)")
     if opened.checkpoint is None:
-        return [*found, f"parts that only dltta train adds: {', '.join(_TRAINED)}"]
-    pairs, joint = opened.checkpoint.pairs, opened.checkpoint.joint
-    if opened.rotation is None and joint is None:
+        trained = [str(method) for method in Method if method.facts.part and opened.task in method.facts.tasks]
+        return [*found, f"parts that only dltta train adds: {', '.join([*trained, '--prefill'])}"]
+    pairs, others = opened.checkpoint.pairs, opened.checkpoint.others()
+    if opened.rotation is None and "ttt" not in others:
         found.append("rotation head: ttt (dltta train --with ttt)")
+    if opened.contrast is None and "ttt++" not in others:
+        found.append("projection head: ttt++ (dltta train --with ttt++)")
+    if opened.denoiser is None and "dtta" not in others and opened.task in Method.DTTA.facts.tasks:
+        found.append("image normalizer and denoiser: dtta (dltta train --with dtta)")
     if opened.reconstructions is None:
         found.append("auto-encoders: atta (dltta train --with atta)")
     if pairs is None:

@@ -21,6 +21,7 @@ from dltta.models.io.checkpoint import training_words
 from dltta.models.io.opened import OpenedModel
 from dltta.models.io.probing import SIZES, noise
 
+_AT_ONCE = {str(method): {"every": 1} for method in (Method.NOTE, Method.ROTTA)}  # else the first step is no update
 MEMORY = 20  # images in the memory of the paper's segmentations
 
 
@@ -104,7 +105,7 @@ def check_method(opened: OpenedModel, method: str, x: Tensor) -> MethodCheck:
     """Whether a method works with a model, by one step on images x (B, C, *spatial)."""
     try:
         opened = opened.for_method(method)
-        objective = make_objective(method, opened)
+        objective = make_objective(method, opened, settings=_AT_ONCE.get(method, {}))
         adapter = Adapter(opened.model, objective, Fixed(1e-3) if isinstance(objective, Objective) else None)
         adapter.step(x, case=f"an image of {_by(x.shape[2:])}")
     except DlttaError as error:

@@ -31,6 +31,7 @@ from dltta.data.case import Task
 from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DlttaError, SettingError, StateError
 from dltta.files import write_atomically
+from dltta.methods import METHODS
 from dltta.models.calibration import Calibration
 from dltta.models.io.rehearsal import load_layers, load_rehearsal
 from dltta.models.nets.architecture import Architecture
@@ -50,6 +51,14 @@ MISSING = {
 }
 LARGEST, LONGEST = 4096, 64  # numbers in the description of a network, and how many of them in a row
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError, RecursionError)
+
+
+def missing_part(method: str, task: Task) -> SettingError:
+    """Why a model has no network for this method: it was not trained with it, or cannot be."""
+    facts = METHODS[method].facts
+    if task not in facts.tasks:
+        return SettingError(f"{facts.title} is for {' and '.join(facts.tasks)}, and this model is for {task}")
+    return SettingError(MISSING[method])
 
 
 def training_words(losses: Sequence[str]) -> str:
@@ -136,7 +145,7 @@ class Checkpoint:
         if method not in part or part[method] is not None:
             return self
         if method not in self.others():
-            raise SettingError(MISSING[method])
+            raise missing_part(method, self.task)
         return self.others()[method]
 
 

@@ -12,7 +12,7 @@ from dltta.data.case import Task
 from dltta.data.formats.images import Image
 from dltta.errors import InputError, SettingError
 from dltta.models.calibration import Calibration
-from dltta.models.io.checkpoint import MISSING, Checkpoint, Contrast, Reconstructions, Rotation
+from dltta.models.io.checkpoint import Checkpoint, Contrast, Reconstructions, Rotation, missing_part
 from dltta.models.parts.denoiser import Denoiser
 from dltta.models.predictions import most_likely
 
@@ -172,7 +172,7 @@ class OpenedModel:
         if method not in has or has[method] is not None:
             return self
         if self.checkpoint is None:
-            raise SettingError(MISSING[method])
+            raise missing_part(method, self.task)
         chosen = self.checkpoint.for_method(method)
         return replace(
             self,
