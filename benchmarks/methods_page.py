@@ -12,13 +12,13 @@ from statistics import fmean
 from dltta.evaluation.formats import markdown
 from dltta.evaluation.results import Results
 from dltta.evaluation.tables import by_target
-from dltta.methods import METHODS, Facts, Method, Normalization
+from dltta.methods import METHODS, Facts, Method, Normalization, Step
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "methods.md"
 RESULTS = ROOT / "docs" / "results" / "methods_oct.json"
 REAL = ROOT / "docs" / "results" / "real.json"
-SOURCE = "source"
+SOURCE, PTBN = "source", "ptbn"
 HELPED = 0.5  # points above the source model from which a method is said to have helped
 
 
@@ -81,7 +81,7 @@ def entries(results: Results | None, real: dict) -> str:
 
 def entry(method: Method, results: Results | None, real: dict) -> str:
     facts = method.facts
-    tasks = "segmentation only" if len(facts.tasks) == 1 else "segmentation and classification, 2-D and 3-D"
+    tasks = f"{facts.tasks[0]} only" if len(facts.tasks) == 1 else "segmentation and classification"
     needs = "nothing" if facts.source == "nothing" else facts.source
     if facts.part is not None:
         needs += f" (`dltta train --with {facts.part}`)"
@@ -93,12 +93,13 @@ def entry(method: Method, results: Results | None, real: dict) -> str:
         "",
         f"- **Idea**: {facts.idea}",
         f"- **Moves**: {facts.moves}. **Needs** from the source: {needs}.",
-        f"- **Works for**: {tasks}; normalization: {_normalizations(facts)}; a batch of one: {facts.batch_of_one}.",
+        f"- **Works for**: {tasks}, 2-D and 3-D; normalization: {_normalizations(facts)}; "
+        f"a batch of one: {facts.batch_of_one}.",
         f"- **Cost**, passes of the network forward + backward: {facts.passes}.",
         f"- **Settings**: {_settings(facts)}.",
     ]
     if (said := _scores(method, results)) is not None:
-        lines.append(f"- **In our table**: {said}.")
+        lines.append(f"- **On [synthetic OCT](#on-the-synthetic-oct-scanners)**: {said}.")
     if (said := helped(method, real)) is not None:
         lines.append(f"- **When it helped** ([real sites](real.md)): {said}.")
     if (ROOT / "docs" / "methods" / f"{method}.md").is_file():
@@ -114,13 +115,14 @@ def _settings(facts: Facts) -> str:
         step = facts.step(task)
         rate = f"{facts.rate} rate, α {step.alpha:.4g}, {step.optimizer}" if facts.loss else "no rate"
         rate += f" momentum {step.momentum:g}" if step.momentum and facts.loss else ""
+        rate += f" β {step.betas}" if step.betas != Step.betas else ""
         rate += f", {step.updates} steps" if step.updates > 1 else ""
         said.append(f"{task}: {rate}, batch {step.batch_size} ({step.of})")
     return "; ".join(said)
 
 
 def _scores(method: str, results: Results | None) -> str | None:
-    """Its means beside those of the source model, by target."""
+    """Its mean scores beside that of the source model, by target."""
     if results is None:
         return None
     if (why := results.config.get("left_out", {}).get(method)) is not None:
@@ -129,27 +131,44 @@ def _scores(method: str, results: Results | None) -> str | None:
     rows = [row for row in results.summary if row.metric == metric]
     home = {row.target: row.mean for row in rows if row.method == SOURCE}
     said = []
-    for row in rows:
-        if row.method == method and row.target in home and method != SOURCE and row.target in _targets(results):
-            rate = "" if row.rate in ("none", "fixed") else f" ({row.rate})"
-            said.append(f"{row.target}{rate} {100 * row.mean:.1f} (source model {100 * home[row.target]:.1f})")
-    return f"Dice at {'; '.join(said)}" if said else None
+    for target in sorted(_targets(results) & set(home)):
+        found = [row for row in rows if row.method == method != SOURCE and row.target == target]
+        scores = ", ".join(f"{100 * row.mean:.1f}{_rate(row.rate)}" for row in found)
+        said += [f"Dice {scores} at {target}; source model {100 * home[target]:.1f}"] if found else []
+    return "; ".join(said) or None
+
+
+def _rate(rate: str) -> str:
+    return "" if rate == "none" else f" ({rate} rate)"
 
 
 def helped(method: str, real: dict) -> str | None:
-    """At which real targets it was better than the source model, as its authors run it; None where it was not run."""
-    found = {}
-    for name, task in real.items():
-        for row in task["rows"]:
-            if row["method"] == method != SOURCE and row["rate"] in ("none", METHODS[method].facts.rate):
-                found |= {(name, target): cell["gain"] for target, cell in row["cells"].items()}
-    if not found:
+    """At which real targets it was better than the source model, as its authors run it; None where it was not run.
+
+    Beside it what batch statistics alone (PTBN) gave there: most methods take these too, and learn on top.
+    """
+    found, alone = _gains(method, real), _gains(PTBN, real)
+    if not found or method == SOURCE:
         return None
     better = [place for place, gain in found.items() if gain >= HELPED]
     best, worst = (choose(found, key=lambda place: found[place]) for choose in (max, min))
     shown = [f"most {_gain(found, best)}", f"least {_gain(found, worst)}"] if len(found) > 1 else [_gain(found, best)]
     number = f"at {len(better)} of {len(found)} targets by {HELPED} points or more"
-    return f"{number}, {fmean(found.values()):+.1f} in the mean; {', '.join(shown)}".replace("-", "−")
+    said = f"{number}, {fmean(found.values()):+.1f} in the mean"
+    if method != PTBN and set(found) <= set(alone):
+        said += f" (PTBN there {fmean(alone[place] for place in found):+.1f})"
+    return f"{said}; {', '.join(shown)}".replace("-", "−")
+
+
+def _gains(method: str, real: dict) -> dict[tuple[str, str], float]:
+    """Over the source model in points, by task and target."""
+    rows = [(name, row) for name, task in real.items() for row in task["rows"] if row["method"] == method]
+    return {
+        (name, target): cell["gain"]
+        for name, row in rows
+        if row["rate"] in ("none", METHODS[method].facts.rate)
+        for target, cell in row["cells"].items()
+    }
 
 
 def _gain(found: dict, place: tuple[str, str]) -> str:

@@ -111,5 +111,10 @@ def test_when_a_method_helped_follows_from_the_results():
     }
     said = "at 1 of 3 targets by 0.5 points or more, +1.0 in the mean; most +6.0 (cells, c), least −3.4 (nuclei, d)"
     assert methods_page.helped("tent", real) == said
+    real["cells"]["rows"].append(row("ptbn", "none", b=0.2, c=4.0))
+    assert methods_page.helped("tent", real) == said  # not where PTBN was not run everywhere
+    real["nuclei"]["rows"].append(row("ptbn", "none", d=-1.2))
+    assert methods_page.helped("tent", real) == said.replace("mean;", "mean (PTBN there +1.0);")
+    assert methods_page.helped("ptbn", real).startswith("at 1 of 3 targets by 0.5 points or more, +1.0 in the mean;")
     assert methods_page.helped("source", real) is None
     assert methods_page.helped("sar", real) is None

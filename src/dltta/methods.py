@@ -311,7 +311,7 @@ class Method(StrEnum):
             "SAR",
             "Niu et al., ICLR 2023",
             f"{_ROOM}.sar:SAR",
-            "Tent for small batches: takes the gradient where the loss is sharpest nearby, on certain predictions, and "
+            "Tent for small batches: takes the gradient where the loss is highest nearby, on certain predictions, and "
             "starts over when the network collapses.",
             "scale and shift of normalization layers but the last",
             "2 + 2",
