@@ -106,6 +106,24 @@ def test_whether_views_are_averaged_depends_on_the_mean_confidence_of_the_batch(
         assert torch.equal(target, model(x))
 
 
+@pytest.mark.parametrize("w", [0.1, 10.0])
+def test_the_confidence_is_the_sources_whatever_the_teacher_has_become(w):
+    x = torch.full((1, 1, 4, 4), 4.0)  # the source says 4 with confidence 0.98, a teacher of 0.1 says 0.4
+    for model, shape in ((Pooled(), "classes"), (Counting(), "dense")):
+        objective = prepared(model, scales=(1.0,), views=5)
+        with torch.no_grad():
+            objective.teacher.w.fill_(w)
+        target = objective.predict(model, x, model(x))
+        assert Counting.passes == 1 + 2, shape  # no other views: the source is sure
+        torch.testing.assert_close(target.softmax(1)[:, 1].mean().item(), share(4 * w))
+    with torch.no_grad():
+        model = Counting(0.1)  # now the source is unsure
+        objective = prepared(model, scales=(1.0,))
+        objective.teacher.w.fill_(10.0)
+        objective.predict(model, x, model(x))
+    assert Counting.passes == 1 + 2 + 1  # and the teacher sees the mirror image
+
+
 def test_the_loss_is_the_cross_entropy_to_the_teachers_probabilities_by_hand():
     x = torch.full((1, 1, 4, 4), 4.0)
     model = Pooled()

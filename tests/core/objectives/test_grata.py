@@ -223,6 +223,36 @@ def test_flip_consistency_is_zero_gradient_for_an_image_that_is_its_own_mirror()
     assert all(g.abs().max() < 1e-6 for g in torch.autograd.grad(loss, list(model.parameters())))
 
 
+def test_flip_consistency_by_hand():
+    """Further to the right and below more of class 1: logits 1 … 4, the mean with those of two mirror images."""
+
+    class Place(torch.nn.Module):
+        def forward(self, x):
+            z = x + torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+            return torch.cat([torch.zeros_like(z), z], 1)
+
+    def share(z):
+        return 1 / (1 + math.exp(-z))
+
+    x = torch.zeros(1, 1, 2, 2)
+    seen = {1: (1, 3, 2), 2: (2, 4, 1), 3: (3, 1, 4), 4: (4, 2, 3)}  # plain, upside down, left to right
+    expected = 0.0
+    for z, views in seen.items():
+        wanted = sum(map(share, views)) / 3
+        expected -= (wanted * math.log(share(z)) + (1 - wanted) * math.log(share(-z))) / 4
+    model = Place()
+    assert flip_consistency(model, x, model(x)).item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_loss_that_is_given_is_compared_with_also_where_the_objective_has_its_own():
+    """GraTa's gradient one step ahead is not the consistency's here, nor the entropy's: the cosine is that given."""
+    rates = {}
+    for name, auxiliary in (("entropy", None), ("given", flip_consistency)):
+        _, adapter, images = make("2-D", Aligned(0.2, auxiliary), seed=3)
+        rates[name] = adapter.step(images[0]).rate
+    assert rates["given"] != pytest.approx(rates["entropy"], rel=1e-2)
+
+
 def test_wrong_alpha_is_refused():
     with pytest.raises(SettingError, match="alpha"):
         Aligned(-1.0)

@@ -140,6 +140,24 @@ def test_the_contract_is_kept_by_every_kind_of_network():
         check_objective(T3A(pixels=8), trained(model), x)
 
 
+def test_a_stream_resumes_bit_for_bit_at_every_point():
+    for build, shape in ((networks.Segmenter, (2, 1, 8, 8)), (networks.Classifier, (3, 1, 8, 8))):
+        images = stream(shape, 4)
+
+        def make(build=build):
+            return Adapter(trained(build()), T3A(supports=4, pixels=5))
+
+        expected = [make()]
+        expected = [expected[0](x) for x in images]
+        for stop in range(len(images)):
+            first, second = make(), make()
+            for x in images[:stop]:
+                first.step(x)
+            second.step(images[-1])
+            second.load_state_dict(first.state_dict())
+            assert all(torch.equal(second(x), y) for x, y in zip(images[stop:], expected[stop:], strict=True))
+
+
 def test_networks_without_such_a_layer_are_refused():
     with pytest.raises(NothingToAdaptError, match="T3A replaces the last linear layer or convolution of size 1"):
         Adapter(nn.Sequential(nn.Conv2d(1, 2, 3)), T3A())
