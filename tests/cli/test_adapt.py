@@ -23,6 +23,7 @@ from dicoms import tilted, write_series
 from dltta.data.preprocessing import Preprocessing
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from dltta.models.nets.architecture import Architecture
+from dltta.serving.journal import Journal
 from networks import trained
 from streams import SEGMENTS, lines, told, typed, write_images
 
@@ -589,6 +590,29 @@ class TestState:
         assert re.search(r"^adapted tensors +36, such as conv_0\S+$", out, re.MULTILINE)
         assert json.loads(dltta("state", "show", output, "--json")[1])["version"] == 3
 
+    def test_the_log_as_a_table(self, dltta, output):
+        head, *rows = [row.split() for row in dltta("state", "cases", output)[1].splitlines()]
+        assert head[:2] == ["case", "decision"]
+        assert "expected" not in head  # a named method expects nothing, so the column is left out
+        assert [row[0] for row in rows] == ["case_0", "case_1", "case_2"]
+        logged = json.loads(dltta("state", "cases", output, "--json")[1])
+        assert [row[1] for row in rows] == [line["decision"] for line in logged]
+        assert dltta("state", "cases", output, "--review")[:2] == (0, f"{output}: no case to review\n")
+
+    def test_the_table_says_what_to_expect_and_what_to_look_at(self, dltta, tmp_path):
+        good = {"case": "a", "prediction": "a.png", "decision": "accepted", "candidate": "batch", "quality": 0.9}
+        poor = {**good, "case": "b", "quality": 0.412, "quality_low": 0.2, "quality_high": 0.66, "review": True}
+        skipped = {"case": "c", "error": "cannot be read"}
+        Journal(tmp_path / "stream.jsonl", tmp_path / "head").append([good, {**poor, "change": 0.25}, skipped])
+        out = dltta("state", "cases", tmp_path)[1]
+        assert out.splitlines()[0].split() == ["case", "decision", "reason", "given", "expected", "changed", "review"]
+        assert [" ".join(row.split()) for row in out.splitlines()[1:]] == [
+            "a accepted batch 90",
+            "b accepted batch 41 (20–66) 25.0% look at it",
+            "c skipped cannot be read",
+        ]
+        assert [row.split()[0] for row in dltta("state", "cases", tmp_path, "--review")[1].splitlines()[1:]] == ["b"]
+
     def test_roll_back_and_go_on(self, dltta, output, checkpoint, folders):
         done, out, _ = dltta("state", "rollback", output, "--to", "1")
         assert (done, out) == (0, f"{output}: version 4 is version 1 again\n")
@@ -604,7 +628,14 @@ class TestState:
 
     @pytest.mark.parametrize(
         "command",
-        [("list",), ("show",), ("verify",), ("rollback", "--to", "0"), ("export", "-m", "MODEL", "-o", "new")],
+        [
+            ("list",),
+            ("cases",),
+            ("show",),
+            ("verify",),
+            ("rollback", "--to", "0"),
+            ("export", "-m", "MODEL", "-o", "new"),
+        ],
         ids=lambda command: command[0],
     )
     def test_a_folder_that_is_no_stream_is_one_line(self, dltta, checkpoint, folders, command):

@@ -37,6 +37,29 @@ def test_missing_and_misshapen_predictions_are_named(tmp_path):
         score_folders(labels, tmp_path / "none")
 
 
+def test_labels_that_are_no_class_numbers_are_refused(tmp_path):
+    """Masks of 0 and 255, or images instead of labels, would otherwise score 0 without a word."""
+    predictions = masks(tmp_path / "predictions", a=LABEL)
+    (predictions / "stream.jsonl").write_text('{"event": "start", "classes": ["background", "cell"]}\n')
+    white = masks(tmp_path / "white", a=(255 * np.array(LABEL)).tolist())
+    with pytest.raises(DataError, match=r"a\.png: label value 255, but the classes are 0 to 1 \(background, cell\)"):
+        score_folders(predictions, white)
+    assert score_folders(predictions, masks(tmp_path / "labels", a=LABEL)).metrics["dice_cell"] == 1.0
+    (tmp_path / "dataset.json").write_text(
+        '{"channel_names": {"0": "grey"}, "labels": {"background": 0, "nucleus": 1}, "file_ending": ".png"}'
+    )
+    with pytest.raises(DataError, match=r"label value 255, but the classes are 0 to 1 \(background, nucleus\)"):
+        score_folders(predictions, white)
+
+
+@pytest.mark.parametrize("log", ["", "no json\n", "[1]\n", '{"event": "start"}\n'])
+def test_a_log_without_classes_names_none(tmp_path, log):
+    predictions = masks(tmp_path / "predictions", a=LABEL)
+    (predictions / "stream.jsonl").write_text(log)
+    record = score_folders(predictions, masks(tmp_path / "labels", a=LABEL))
+    assert record.metrics["dice_class_1"] == 1.0
+
+
 def test_tables_of_probabilities(tmp_path):
     labels, predictions = tmp_path / "labels.csv", tmp_path / "predictions.csv"
     labels.write_text("image,label\na.png,cat\nb.png,dog\n")

@@ -58,7 +58,7 @@ def check(
     else:
         for line in grouped(problems):
             typer.echo(line)
-        typer.echo(f"{len(problems)} problems" if problems else f"{folder}: nothing is wrong")
+        typer.echo(f"{len(problems)} problem{'s' * (len(problems) > 1)}" if problems else f"{folder}: nothing is wrong")
     raise typer.Exit(1 if problems else 0)
 
 

@@ -73,6 +73,70 @@ def _size(bytes_: int) -> str:
     return f"{bytes_ / 1e6:.1f} MB" if bytes_ >= 1e6 else f"{bytes_ / 1e3:.1f} kB"
 
 
+def cases(
+    output: Output,
+    review: Annotated[
+        bool, typer.Option("--review", metavar=FLAG, help="Only cases that somebody should look at.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Show the log as a table: for each case what was decided, what to expect of it, and whether to look at it.
+
+    Expected is the score that the recommended recipe expects, in points of 100, with its 90 % interval. Changed is
+    what adaptation would have changed, in shadow mode.
+
+    Examples:
+        dltta state cases predictions
+        dltta state cases predictions --review
+    """
+    from rich.console import Console
+
+    from dltta.serving.maintenance import logged_cases
+
+    found = [line for line in logged_cases(output) if line.get("review") or not review]
+    if as_json:
+        typer.echo(json.dumps(found))
+    elif found:
+        Console().print(_cases(found), highlight=False)
+    else:
+        typer.echo(f"{output}: no case{' to review' if review else ' yet'}")
+
+
+def _cases(lines: "list[dict[str, Any]]") -> Any:
+    """Only columns that some case has something in; long names are cut."""
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = [_told(line) for line in lines]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in rows[0]:
+        if any(row[name] for row in rows):
+            right = name in ("expected", "changed", "rate")
+            table.add_column(
+                name, justify="right" if right else "left", no_wrap=right or name == "case", overflow="ellipsis"
+            )
+    for row in rows:
+        table.add_row(*(Text(row[str(column.header)]) for column in table.columns))
+    return table
+
+
+def _told(line: Mapping[str, Any]) -> dict[str, str]:
+    """A line of the log in words."""
+    quality, change, rate = (line.get(key) for key in ("quality", "change", "rate"))
+    low, high = line.get("quality_low"), line.get("quality_high")
+    interval = "" if low is None or high is None else f" ({low * 100:.0f}–{high * 100:.0f})"
+    return {
+        "case": str(line["case"]),
+        "decision": "skipped" if "error" in line else str(line.get("decision") or "predicted"),
+        "reason": str(line.get("error") or line.get("reason") or ""),
+        "given": str(line.get("candidate") or ""),
+        "expected": "" if quality is None else f"{quality * 100:.0f}{interval}",
+        "changed": "" if change is None else f"{change:.1%}",
+        "rate": "" if rate is None else f"{rate:.3g}",
+        "review": "look at it" if line.get("review") else "",
+    }
+
+
 def show(output: Output, version: Version = None, as_json: Json = False) -> None:
     """Show what a version holds and the settings of its stream.
 
@@ -218,5 +282,5 @@ def export(
 
 
 add_command(app, list_, "list")
-for command in (show, rollback, verify, export):
+for command in (cases, show, rollback, verify, export):
     add_command(app, command)

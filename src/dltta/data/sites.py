@@ -248,7 +248,9 @@ def read_description(folder: Path) -> Description:
         return parse_description(path, _load_json(path))
     classes = tuple(sorted(child.name for child in folder.iterdir() if _holds_images(child)))
     if not classes or {"images", "imagesTr", "imagesTs", "labelsTr", "labelsTs"} & set(classes):
-        raise DataError(f"{path}: missing; write one with channel_names, labels and file_ending (docs/data.md)")
+        raise DataError(
+            f"{path}: missing; write one with channel_names, labels and file_ending (`dltta help sites` shows one)"
+        )
     first = min(file for name in classes for file in _images(folder / name))
     channels = read_geometry(first).channels
     return Description("classification", classes, tuple(map(str, range(channels))), None)
@@ -261,7 +263,7 @@ def parse_description(path: Path, content: Mapping[str, Any]) -> Description:
         raise DataError(f'{path}: task {task!r}; use "segmentation" or "classification"')
     for key in ("channel_names", "labels", "file_ending"):
         if key not in content:
-            raise DataError(f"{path}: key {key!r} missing{_hint(key, content)}; see docs/data.md")
+            raise DataError(f"{path}: key {key!r} missing{_hint(key, content)}; `dltta help sites` shows one")
     found_ending = content["file_ending"]
     if found_ending not in endings():
         raise DataError(f"{path}: file_ending {found_ending!r}; use one of {' '.join(endings())}")

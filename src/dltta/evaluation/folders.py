@@ -1,6 +1,7 @@
 """8 metrics. How good are predictions that lie in a folder?"""
 
 import csv
+import json
 import math
 from collections.abc import Callable
 from itertools import zip_longest
@@ -51,7 +52,13 @@ def _score_masks(predictions: Path, labels: Path, progress: Progress) -> StreamR
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise DataError(f"{predictions} has no prediction {missing[0]}{more}; every label needs one of the same name")
     masks = [(file, torch.from_numpy(read_mask(file))) for file in files]
-    classes = _classes(labels, max(int(mask.max()) for _, mask in masks))
+    classes = _classes(predictions, labels, max(int(mask.max()) for _, mask in masks))
+    for file, mask in masks:
+        if (value := int(mask.max())) >= len(classes):
+            raise DataError(
+                f"{file}: label value {value}, but the classes are 0 to {len(classes) - 1} ({', '.join(classes)}); a "
+                "mask holds the number of each class, 0, 1, 2 …"
+            )
     rows = []
     for number, (file, label) in enumerate(masks, start=1):
         wrong = difference(read_geometry(file), read_geometry(predictions / file.name))
@@ -65,10 +72,24 @@ def _score_masks(predictions: Path, labels: Path, progress: Progress) -> StreamR
     return StreamRecord(labels.name, "segmentation", stream_metrics(rows, "segmentation"), tuple(rows))
 
 
-def _classes(labels: Path, largest: int) -> tuple[str, ...]:
+def _classes(predictions: Path, labels: Path, largest: int) -> tuple[str, ...]:
+    """As `dataset.json` beside the labels names them, or the log beside the predictions; else by number."""
     if (labels.parent / "dataset.json").is_file():
         return read_description(labels.parent).classes
+    if named := _logged_classes(predictions / "stream.jsonl"):
+        return named
     return ("background", *(f"class_{value}" for value in range(1, largest + 1)))
+
+
+def _logged_classes(log: Path) -> tuple[str, ...]:
+    """Those of the stream that `dltta adapt` began there; none if there is no such log."""
+    try:
+        with log.open(encoding="utf-8") as file:
+            begun = json.loads(file.readline())
+    except (OSError, ValueError):
+        return ()
+    classes = begun.get("classes") if isinstance(begun, dict) else None
+    return tuple(map(str, classes)) if isinstance(classes, list) else ()
 
 
 def _score_table(predictions: Path, labels: Path) -> StreamRecord:

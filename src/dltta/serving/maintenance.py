@@ -73,6 +73,11 @@ def predicted_names(output: Path) -> set[str]:
     return {line["case"] for line in _lines(output) if "prediction" in line}
 
 
+def logged_cases(output: Path) -> list[Fields]:
+    """What the log says of each case, in the order in which they came; a case that was skipped has an `error`."""
+    return [line for line in _entries(output) if "case" in line]
+
+
 def show_version(output: Path, number: int | None = None) -> dict[str, Any]:
     """What a version holds: sizes, counts and settings."""
     folder, version = _version(output, number)
