@@ -23,6 +23,13 @@ def test_unet_is_the_papers(axes, size):
     assert isinstance(
         model.get_submodule("upcat_4.upsample.deconv"), torch.nn.ConvTranspose2d | torch.nn.ConvTranspose3d
     )
+    convolution, batch_norm = {2: (nn.Conv2d, nn.BatchNorm2d), 3: (nn.Conv3d, nn.BatchNorm3d)}[axes]
+    layers = list(model.modules())
+    kernels = [layer.kernel_size for layer in layers if isinstance(layer, convolution)]
+    assert kernels == [(3,) * axes] * 18 + [(1,) * axes]  # two in each of nine blocks, and the last
+    kinds = [type(layer) for layer in layers if type(layer).__module__ == "torch.nn.modules.activation"]
+    assert kinds == [nn.ReLU] * 18
+    assert [type(layer) for _, layer in normalization_layers(model)] == [batch_norm] * 18
 
 
 def _last_convolutions():
