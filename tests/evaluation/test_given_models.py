@@ -225,6 +225,11 @@ class TestBench:
         assert words in err
         assert not (tmp_path / "bench").exists()
 
+    def test_without_a_target_one_line_says_which_option(self, tmp_path, monkeypatch, capsys):
+        model = self.own_folder(tmp_path / "model")
+        code, _, err = typed(monkeypatch, capsys, "bench", "-m", model, "-o", tmp_path / "bench")
+        assert (code, err) == (2, "error: there is no target to compare on; give --target SITE\n")
+
     def test_a_site_of_other_classes_is_refused_before_the_first_stream(self, tmp_path, monkeypatch, capsys):
         write_site(tmp_path / "site", "classification")
         model = self.own_folder(tmp_path / "model")
@@ -318,6 +323,12 @@ class TestPrograms:
             code, _, err = typed(monkeypatch, capsys, "inspect", tmp_path / name)
             assert (code, err.count("\n")) == (2, 1)
             assert f"{words} has no layers to adapt" in err
+        (tmp_path / "nets.py").write_text(CODE)
+        for name, words in (("model.pt", "is TorchScript"), ("model.pt2", "is a program of torch.export")):
+            given = (f"{tmp_path / 'nets.py'}:create_model", "--weights", tmp_path / name)
+            code, _, err = typed(monkeypatch, capsys, "inspect", *given)
+            assert (code, err.count("\n")) == (2, 1)
+            assert f"{words}; give the state dict of the network that it was made from" in err
 
 
 def test_slices_of_a_given_model_are_scored_as_the_volumes_that_they_make_up(tmp_path, dltta):

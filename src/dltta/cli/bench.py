@@ -192,6 +192,8 @@ def bench(
         methods=split_names(compared.methods), rates=split_names(compared.rates), seeds=compared.seeds,
         orders=compared.orders, cases=compared.cases,
     )  # fmt: skip
+    if "targets" not in table:
+        raise SettingError("there is no target to compare on; give --target SITE")
     model = model or table.pop("model", None)
     table |= _given_model(own, model, table)
     asked = "with" in training

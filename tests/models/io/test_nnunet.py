@@ -308,6 +308,14 @@ class TestRefused:
         assert "which would run code when loaded" in " ".join(err.split())
         assert not evidence.exists()
 
+    @pytest.mark.parametrize("kept", [0, 40, 5000])
+    def test_a_checkpoint_that_was_cut_off(self, tmp_path, kept):
+        model = write_nnunet(tmp_path, 2)
+        file = model / "fold_0" / "checkpoint_final.pth"
+        file.write_bytes(file.read_bytes()[:kept])
+        with pytest.raises(DlttaError, match=r"checkpoint_final\.pth is damaged"):
+            open_model(str(model))
+
     def test_plans_that_name_a_program(self, tmp_path):
         planned = plans(2)
         model = write_nnunet(tmp_path, 2, planned=planned)

@@ -12,6 +12,7 @@ from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 
 from dltta.errors import StateError
+from dltta.models.compiled import program_kind
 
 NESTS = ("state_dict", "model_state_dict", "model", "network_weights", "network", "net")  # where trainers put it
 PREFIXES = ("module.", "_orig_mod.", "model.", "network.", "net.")  # what wrappers put before every name
@@ -28,6 +29,8 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """The tensors of a file by name; a dict that nests them, as trainers save it, is looked into."""
+    if path.is_file() and (kind := program_kind(path)) is not None:
+        raise StateError(f"{path} is {kind}; give the state dict of the network that it was made from")
     try:
         if path.suffix == ".safetensors":
             return load_tensors(path.read_bytes())
@@ -42,8 +45,6 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         ) from error
     except (SafetensorError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        if "TorchScript" in reason:
-            raise StateError(f"{path} is a TorchScript archive; give the state dict it was made from") from error
         raise StateError(
             f"{path} is not a state dict ({reason[:90]}); give a .safetensors, .pt or .pth file"
         ) from error

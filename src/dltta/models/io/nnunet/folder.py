@@ -1,5 +1,6 @@
 """2 networks. A result folder of nnU-Net on disk: plans, folds and checkpoints, of which nothing is run."""
 
+import errno
 import json
 import pickle
 from collections.abc import Mapping
@@ -87,6 +88,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         with torch.serialization.safe_globals(ALLOWED):
             found = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
+        if error.errno == errno.EINVAL:  # torch seeks to before the beginning of a file that was cut off
+            raise StateError(f"{path} is damaged (cut off); copy it from the training again") from error
         raise StateError(f"{path} cannot be read: {error.strerror or error}") from error
     except pickle.UnpicklingError as error:
         raise StateError(
