@@ -4,8 +4,11 @@ import os
 import pickle
 import platform
 import resource
+import socket
+import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -226,9 +229,24 @@ def test_an_error_on_purpose_ends_the_grid_at_once():
 def test_what_is_not_installed_or_not_here_is_one_sentence(tmp_path, monkeypatch):
     with pytest.raises(SettingError, match="slurm or local, got 'pbs'"):
         Slurm(tmp_path, cluster="pbs")
-    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(SettingError, match=r"--on ray needs ray; install it: pip install 'dltta\[grid\]'"):
         Ray().run([Task("a", ignore)], threads=1, done=ignore, lost=ignore)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SettingError, match="there is no sbatch on this machine"):
         Slurm(tmp_path / "jobs")
+
+
+def unreachable(*args, **options):
+    raise ConnectionError("could not find any running Ray instance")
+
+
+@pytest.mark.parametrize(("scheme", "known"), [("", False), ("ray://", False), ("auto", True)])
+def test_a_ray_cluster_that_does_not_answer_is_one_sentence_at_once(monkeypatch, scheme, known):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody listens
+        address = scheme if known else f"{scheme}127.0.0.1:{taken.getsockname()[1]}"
+        start = unreachable if known else lambda *args, **options: pytest.fail("it would try for minutes")
+        monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=start))
+        with pytest.raises(SettingError, match=f"no Ray cluster answers at {address} .*leave --address out"):
+            Ray(address=address).run([Task("a", ignore)], threads=1, done=ignore, lost=ignore)

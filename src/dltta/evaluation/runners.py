@@ -7,6 +7,7 @@ so it may run anywhere, and again: a task whose worker was lost or preempted is 
 import os
 import pickle
 import shutil
+import socket
 import sys
 import time
 from collections import deque
@@ -27,6 +28,7 @@ from dltta.models.allocator import keep_freed_memory
 
 ATTEMPTS = 5  # a task that takes its worker down so often is not run again
 NEEDS_GRID = "--on {} needs {}; install it: pip install 'dltta[grid]'"
+NO_CLUSTER = "no Ray cluster answers at {} ({}); start one, or leave --address out for a Ray of this machine"
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # read when torch is imported
 Handle = TypeVar("Handle")
 
@@ -264,7 +266,11 @@ class Ray:
     def _join(self, ray: Any, threads: int) -> None:
         """A cluster of this machine is reachable from this machine only."""
         if self.address is not None:
-            ray.init(self.address, log_to_driver=False, logging_level="error")
+            _require_cluster(self.address)
+            try:
+                ray.init(self.address, log_to_driver=False, logging_level="error")
+            except ConnectionError as error:
+                raise SettingError(NO_CLUSTER.format(self.address, "none was found")) from error
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(
@@ -286,6 +292,17 @@ class Ray:
                     f"a task wants {wanted:g} {resource}s, the largest machine of this Ray cluster has {most:g}; "
                     f"give {option}"
                 )
+
+
+def _require_cluster(address: str) -> None:
+    """Ray itself would try for minutes to reach a machine that does not answer."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdigit():
+        return  # such as auto
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except (OSError, OverflowError) as error:
+        raise SettingError(NO_CLUSTER.format(address, error)) from error
 
 
 def _ended_on_ray(ray: Any, handles: Sequence[Any]) -> Iterator[tuple[Any, Outcome]]:
