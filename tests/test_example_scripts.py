@@ -30,6 +30,16 @@ def test_adapting_to_a_folder(tmp_path, capsys):
     assert (tmp_path / "adapted" / "model.json").is_file()
 
 
+def test_a_series_to_try_the_node_with_is_a_volume(tmp_path):
+    pytest.importorskip("pydicom", reason="DICOM is not installed: pip install 'dltta[dicom]'")
+    from dltta.data.formats.dicom import read_series
+
+    load(ROOT / "examples" / "dicom_series.py").main(tmp_path / "series", 2)
+    image = read_series(sorted((tmp_path / "series").iterdir()))
+    assert image.array.shape == (1, 256, 128, 2)  # columns, rows, slices
+    assert 1000 < image.array.max() <= 4095
+
+
 def test_page_on_the_speed_of_adapt_is_the_one_that_its_result_gives():
     result = json.loads((ROOT / "docs" / "results" / "speed_adapt.json").read_text())
     page = load(ROOT / "benchmarks" / "adapt.py").page(result)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import signal
 import socket
@@ -32,8 +33,15 @@ pytestmark = pytest.mark.long
 SAGITTAL = (0.0, 1.0, 0.0, 0.0, 0.0, -1.0)
 
 
+def dcmtk(name):
+    """A program of dcmtk's; pynetdicom brings others of the same names into the environment."""
+    ours = {Path(sys.prefix, "bin").resolve(), Path(sys.executable).parent.resolve()}
+    places = [place for place in os.get_exec_path() if Path(place).resolve() not in ours]
+    return shutil.which(name, path=os.pathsep.join(places))
+
+
 def program(name, package):
-    return pytest.mark.skipif(shutil.which(name) is None, reason=f"{name} is not here: apt-get install {package}")
+    return pytest.mark.skipif(dcmtk(name) is None, reason=f"{name} is not here: apt-get install {package}")
 
 
 def asymmetric(shape):
@@ -94,13 +102,13 @@ def test_dcmtk_sends_a_study_and_takes_the_segmentation(tmp_path):
     files = write_series(tmp_path / "series", volume, StationName="CT1")
     port = free_port()
     (tmp_path / "archive").mkdir()
-    archive = subprocess.Popen(["storescp", "-od", str(tmp_path / "archive"), "--fork", str(port)])
+    archive = subprocess.Popen([dcmtk("storescp"), "-od", str(tmp_path / "archive"), "--fork", str(port)])
     try:
         node = make_node(tmp_path, streams.save_model(tmp_path / "model"), [f"ANY@127.0.0.1:{port}"])
         listening = node.start()
-        echo = ["echoscu", "-aec", "DLTTA", "127.0.0.1", str(listening)]
+        echo = [dcmtk("echoscu"), "-aec", "DLTTA", "127.0.0.1", str(listening)]
         assert subprocess.run(echo).returncode == 0
-        send = ["storescu", "-aec", "DLTTA", "127.0.0.1", str(listening), *map(str, files)]
+        send = [dcmtk("storescu"), "-aec", "DLTTA", "127.0.0.1", str(listening), *map(str, files)]
         assert subprocess.run(send).returncode == 0
         settled(node)
         deadline = time.monotonic() + 120
@@ -180,7 +188,7 @@ class Orthanc:
         shutil.rmtree(found, ignore_errors=True)
         found.mkdir()
         wanted = [part for name, value in keys.items() for part in ("-k", f"{name}={value}")]
-        command = ["findscu", "-S", "-aec", "ARCHIVE", *wanted, "-X", "-od", found, "127.0.0.1", str(self.dicom)]
+        command = [dcmtk("findscu"), "-S", "-aec", "ARCHIVE", *wanted, "-X", "-od", found, "127.0.0.1", str(self.dicom)]
         subprocess.run(command, check=True, timeout=60)
         return [dcmread(file, force=True) for file in sorted(found.iterdir())]
 
@@ -240,7 +248,7 @@ def test_a_study_from_storescu_is_in_orthanc_once_though_the_node_is_killed_agai
     volume = np.random.default_rng(0).integers(0, 255, (3, 32, 32)).astype(np.int16)
     files = write_series(tmp_path / "series", volume, StationName="CT1", StudyDate="20260101", StudyTime="120000")
     model, port = streams.save_model(tmp_path / "model"), free_port()
-    send = ["storescu", "-aec", "DLTTA", "127.0.0.1", str(port), *map(str, files)]
+    send = [dcmtk("storescu"), "-aec", "DLTTA", "127.0.0.1", str(port), *map(str, files)]
 
     first, *others = STEPS
     node = NodeProcess(tmp_path, port, model, orthanc.web, first)
@@ -277,7 +285,9 @@ def test_orthanc_gets_a_segmentation_and_a_capture_by_c_store_and_the_same_by_st
         tmp_path, streams.save_model(tmp_path / "model"), [orthanc.peer, orthanc.web], capture=True, quiet=0.0
     )
     port = node.start()
-    assert subprocess.run(["storescu", "-aec", "DLTTA", "127.0.0.1", str(port), *map(str, files)]).returncode == 0
+    assert (
+        subprocess.run([dcmtk("storescu"), "-aec", "DLTTA", "127.0.0.1", str(port), *map(str, files)]).returncode == 0
+    )
     settled(node)
     wait_until(node.work)
     node.stop()
@@ -326,11 +336,14 @@ def test_dcmtk_sends_over_tls_and_not_without_a_certificate(tmp_path):
 
     def code(name, *options):
         own = ["+tls", tmp_path / f"{name}.key", tmp_path / f"{name}.pem"]
-        command = ["storescu", *own, *options, "-aec", "DLTTA", "127.0.0.1", port, *files]
+        command = [dcmtk("storescu"), *own, *options, "-aec", "DLTTA", "127.0.0.1", port, *files]
         return subprocess.run(command, capture_output=True).returncode
 
     assert code("strange", "+cf", tmp_path / "ours.pem") != 0
-    assert subprocess.run(["storescu", "-aec", "DLTTA", "127.0.0.1", port, *files], capture_output=True).returncode != 0
+    assert (
+        subprocess.run([dcmtk("storescu"), "-aec", "DLTTA", "127.0.0.1", port, *files], capture_output=True).returncode
+        != 0
+    )
     assert list((tmp_path / "state" / "arriving").iterdir()) == []
     assert code("ours", "+cf", tmp_path / "ours.pem") == 0
     settled(node)
