@@ -38,6 +38,7 @@ from dltta.quality.measures import (
     measure,
     products_of,
 )
+from dltta.training.calibration import calibrate
 from networks import Classifier, Segmenter, trained
 
 IMAGES = torch.rand(6, 1, 1, 8, 12, generator=torch.Generator().manual_seed(0))
@@ -240,6 +241,15 @@ def test_without_a_rehearsal_the_entropy_weighted_mixture_is_given():
     mixed = ((-entropy / 0.1).softmax(0)[:, None, None, None] * each).sum(0)
     assert torch.allclose(probabilities(step.logits)[0], mixed, atol=1e-6)
     assert (step.decision.candidate, step.decision.expected) == ("entropy", None)
+
+
+def test_a_calibrated_model_says_how_far_an_image_is_from_the_sources():
+    model = trained(Segmenter())
+    calibration = calibrate(model, IMAGES.flatten(0, 1))
+    adapter = ChoosingAdapter(model, None, Yardstick(calibration=calibration))
+    near, far = adapter.step(IMAGES[0]).decision, adapter.step(IMAGES[0] + 100).decision
+    assert near.ood_score < 10 < far.ood_score  # source images have about 1
+    assert ChoosingAdapter(model).step(IMAGES[0]).decision.ood_score is None
 
 
 def test_logits_stand_for_the_probabilities_of_one_channel_too():

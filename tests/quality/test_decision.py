@@ -34,6 +34,12 @@ def test_parts_of_an_image_are_combined_without_keeping_each():
     assert (joined.outcome, joined.detail, joined.images) == (Outcome.KEPT, "2 of 3 parts: too much", ())
 
 
+def test_parts_of_an_image_have_the_mean_of_their_ood_scores():
+    scored = [Decision(Outcome.ACCEPTED, ood_score=score) for score in (1.0, None, 4.0)]
+    assert combine(scored, "parts").ood_score == 2.5
+    assert combine([ACCEPTED, KEPT], "parts").ood_score is None
+
+
 def test_severity_rises_from_accepted_to_the_source_model():
     assert [str(outcome) for outcome in SEVERITY] == ["accepted", "in-distribution", "kept", "rolled-back", "source"]
     for less, more in pairwise(SEVERITY):

@@ -14,6 +14,7 @@ from dltta.config import make_guard
 from dltta.core import adapted as adapted_module
 from dltta.core.snapshot import Snapshot
 from dltta.errors import InputError, NonFiniteError
+from dltta.models.calibration import LayerSamples, OODScore
 from dltta.models.normalization import BATCH_STATISTICS
 from dltta.models.statistics import Running
 from dltta.objectives import PTBN, Tent
@@ -144,6 +145,21 @@ def test_an_image_too_far_out_is_predicted_by_the_source_parameters_and_teaches_
     assert len(ours.memory) == held == 1
     assert all(torch.equal(value, before[name]) for name, value in ours.model.state_dict().items())
     torch.testing.assert_close(step.logits, Adapter(model, PTBN()).step(IMAGES[1] + 100).logits)
+
+
+def test_every_image_has_the_ood_score_that_the_guard_looked_at():
+    model = trained(networks.Segmenter())
+    calibration = calibrate(model, SOURCE_IMAGES)
+    guard = SourceGuard(Limits(ood_score=1e6), calibration)
+    ours = GuardedAdapter(model, Tent(), Fixed(0.1), guard=guard)
+    near, far = ours.step(IMAGES[0]).decision, ours.step(IMAGES[1] + 100).decision
+    samples = LayerSamples()
+    with samples.watching(model.eval()), torch.no_grad():
+        model(IMAGES[1] + 100)
+    assert far.ood_score == pytest.approx(OODScore(calibration)(samples.stacked()).median().item())
+    assert 0 < near.ood_score < far.ood_score
+    unknown = GuardedAdapter(model, Tent(), Fixed(0.1), guard=SourceGuard())
+    assert unknown.step(IMAGES[0]).decision.ood_score is None
 
 
 def test_images_too_far_out_are_normalized_with_the_others_and_the_others_without_them():

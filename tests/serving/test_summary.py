@@ -2,8 +2,10 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image as Pillow
 
 from dltta import Decision, Outcome, Reason
 from dltta.data.inbox import find_incoming
@@ -12,6 +14,8 @@ from dltta.predictor import Predictor
 from dltta.quality.guarded import GuardedStep
 from dltta.serving.folder import Stream
 from dltta.serving.summary import Summary
+from dltta.training.calibration import calibrate
+from networks import Segmenter, trained
 from streams import lines, run, save_model, segmenter, settings, typed, write_images
 
 pytestmark = pytest.mark.usefixtures("no_power_cut")
@@ -94,6 +98,15 @@ def test_a_model_without_calibration_is_announced_before_the_first_image(tmp_pat
     (notice,) = Stream(segmenter(), tmp_path / "out").notices()
     assert notice.startswith("the model was not rehearsed with: an entropy-weighted mixture")
     assert notice.endswith("run `dltta calibrate`")
+
+
+def test_the_log_of_a_calibrated_model_has_the_ood_score_of_every_case(images, tmp_path):
+    pixels = [torch.from_numpy(np.asarray(Pillow.open(path), np.float32)) / 255 for path in sorted(images.iterdir())]
+    network = trained(Segmenter())
+    run(segmenter(calibration=calibrate(network, torch.stack(pixels)[:, None])), images, tmp_path / "out")
+    scores = [line["ood_score"] for line in lines(tmp_path / "out") if "prediction" in line]
+    assert len(scores) == 5
+    assert all(0 < score < 10 for score in scores)  # source images have about 1
 
 
 def test_the_log_says_whether_the_model_was_calibrated(images, tmp_path):

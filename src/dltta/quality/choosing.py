@@ -5,7 +5,7 @@ rehearsal nothing can be expected: then candidates are mixed by their entropy, a
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -403,7 +403,8 @@ class ChoosingAdapter(Adapter):
             given = made.predictions[i, self.plan.candidates.index(name)]
             logits[i] = views.logits[name][i] if plain else as_logits(given, len(logits[i])).to(logits)
             decisions.append(_decision(name, None if expected is None else expected[i]))
-        return logits, decisions, views
+        scores = views.image[:, IMAGE_SIGNALS.index("ood")]
+        return logits, [_scored(*each) for each in zip(decisions, scores, strict=True)], views
 
     def _best(self, signals: Table) -> tuple[list[str], list[Expected] | None]:
         """The candidate for each image, and what is expected of it."""
@@ -448,6 +449,11 @@ def _constant(x: Tensor) -> list[bool]:
     flat = x.flatten(2)
     found: list[bool] = (flat.amax(2) == flat.amin(2)).all(1).tolist()
     return found
+
+
+def _scored(decision: Decision, log_score: float) -> Decision:
+    """With the OOD score of its image, where it is known."""
+    return decision if np.isnan(log_score) else replace(decision, ood_score=float(np.exp(log_score)))
 
 
 def _decision(name: str, expected: Expected | None) -> Decision:

@@ -54,6 +54,7 @@ class Decision:
     images: tuple["Decision", ...] = ()
     candidate: str | None = None  # which of several predictions is given
     expected: Expected | None = None  # how good it probably is
+    ood_score: float | None = None  # over all layers; source images have about 1
 
     def of(self, position: int) -> "Decision":
         """What was decided about one image of the batch."""
@@ -64,7 +65,11 @@ def combine(decisions: Sequence[Decision], what: str = "images") -> Decision:
     """One decision for several images of a batch, or parts of an image: the most severe, and how many are like it."""
     severest = max(decisions, key=lambda decision: SEVERITY.index(decision.outcome))  # the first of these
     alike = sum(decision.outcome == severest.outcome for decision in decisions)
-    severest = replace(severest, expected=_together([each.expected for each in decisions if each.expected is not None]))
+    severest = replace(
+        severest,
+        expected=_together([each.expected for each in decisions if each.expected is not None]),
+        ood_score=_mean([each.ood_score for each in decisions if each.ood_score is not None]),
+    )
     if len(decisions) == 1 or severest.detail is None:
         return severest
     return replace(severest, detail=f"{alike} of {len(decisions)} {what}: {severest.detail}")
@@ -73,6 +78,10 @@ def combine(decisions: Sequence[Decision], what: str = "images") -> Decision:
 def of_batch(decisions: Sequence[Decision]) -> Decision:
     """The decision about a batch from those about its images."""
     return replace(combine(decisions), images=tuple(decisions) if len(decisions) > 1 else ())
+
+
+def _mean(scores: Sequence[float]) -> float | None:
+    return fmean(scores) if scores else None
 
 
 def _together(expected: Sequence[Expected]) -> Expected | None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -31,7 +31,10 @@ class Review:
 
 
 class Guard(Protocol):
-    """Looks at signals only: it never sees the adapter."""
+    """Looks at signals only: it never sees the adapter.
+
+    What it may also have: `Scores`.
+    """
 
     def before(self, signals: ImageSignals, /) -> list[Decision | None]:
         """For each image None, to be adapted to; or which other model predicts it, and why.
@@ -43,6 +46,13 @@ class Guard(Protocol):
     def after(self, signals: UpdateSignals, /) -> Review:
         """Whether the prediction after an update, or of a fallback, may be given."""
         ...
+
+
+@runtime_checkable
+class Scores(Protocol):
+    """A guard that knows how far each image is from source images."""
+
+    def ood_scores(self, signals: ImageSignals, /) -> list[float] | None: ...
 
 
 SOURCE_CONSISTENCY = 0.7
@@ -139,6 +149,13 @@ class SourceGuard:
         if self.limits.source_consistency is not None and _not_by_source(decisions):
             self._by_flip_consistency(decisions, signals, self.limits.source_consistency)
         return decisions
+
+    def ood_scores(self, signals: ImageSignals, /) -> list[float] | None:
+        """Of each image, over all layers; None where nobody measured source images."""
+        if self._ood_score is None or not signals.layers:
+            return None
+        scores: list[float] = self._ood_score(signals.layers).median(0).values.tolist()
+        return scores
 
     def _by_ood_score(self, decisions: list[Decision | None], scores: Tensor) -> None:
         """Decide on images (layers, B) that are too far out one by one, on those in distribution as one."""

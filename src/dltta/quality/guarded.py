@@ -31,7 +31,7 @@ from dltta.models.features import Seen
 from dltta.models.normalization import use_test_statistics
 from dltta.models.statistics import InstanceStatistics
 from dltta.quality.decision import Decision, Outcome, Reason, of_batch
-from dltta.quality.guard import Guard
+from dltta.quality.guard import Guard, Scores
 from dltta.quality.signals import Candidate, ImageSignals, Network, UpdateSignals
 
 
@@ -90,7 +90,8 @@ class GuardedAdapter(Adapter):
                     self._remember(result.seen)
                 decisions = [decision or result.decision for decision in decisions]
             self.batches_seen += 1
-            return GuardedStep(logits.detach(), updates, of_batch([each for each in decisions if each is not None]))
+            made = [decision for decision in decisions if decision is not None]
+            return GuardedStep(logits.detach(), updates, of_batch(self._scored(made, signals)))
 
     def again(self, x: Tensor, step: Step) -> Tensor:
         """By the model that predicted the latest step: the adapted one, the unadapted one or the source model."""
@@ -145,6 +146,13 @@ class GuardedAdapter(Adapter):
             if self.guard.after(self._update_signals(signals, logits, unadapted, ())).objection is None:
                 return _Result(logits, seen, updates, replace(rejected, outcome=outcome))
         return _Result(None, None, updates, rejected)
+
+    def _scored(self, decisions: list[Decision], signals: ImageSignals) -> list[Decision]:
+        """With the OOD score of each image, if the guard knows it."""
+        scores = self.guard.ood_scores(signals) if isinstance(self.guard, Scores) else None
+        if scores is None:
+            return decisions
+        return [replace(decision, ood_score=score) for decision, score in zip(decisions, scores, strict=True)]
 
     def _image_signals(self, x: Tensor) -> ImageSignals:
         """All that the guard may ask about before the update; the source model's pass is the only one that is made."""

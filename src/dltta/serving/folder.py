@@ -10,6 +10,7 @@ loaded again.
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -427,6 +428,8 @@ def _line(waiting: Waiting, prediction: Prediction) -> Fields:
     if decision is not None and (expected := decision.expected) is not None:
         line |= {"quality": expected.score, "quality_low": expected.low, "quality_high": expected.high}
         line["review"] = expected.review
+    if decision is not None and decision.ood_score is not None and math.isfinite(decision.ood_score):
+        line["ood_score"] = decision.ood_score
     if prediction.window is not None:  # the whole did not fit into memory
         line["windows"] = prediction.window.patch
     return line if prediction.change is None else {**line, "change": prediction.change}

@@ -32,7 +32,7 @@ CODES = {"refused": 422, "conflict": 409, "unavailable": 503, "unknown": 404}
 # of a line of the log, what an answer says
 SHOWN = (
     "request", "sequence", "case", "decision", "reason", "detail", "quality", "quality_low", "quality_high", "review",
-    "loss", "discrepancy", "rate", "seconds", "state", "repeats", "prediction", "probabilities", "change",
+    "ood_score", "loss", "discrepancy", "rate", "seconds", "state", "repeats", "prediction", "probabilities", "change",
 )  # fmt: skip
 
 
