@@ -17,7 +17,7 @@ from dltta.serving.lease import Lease, LeaseLostError
 from dltta.serving.session import Request, Session
 from dltta.serving.settings import Deployment
 from dltta.serving.state import StateFolder
-from dltta.serving.upload import unpack_upload
+from dltta.serving.upload import first_bytes, unpack_upload
 from dltta.serving.verification import verify
 from streams import classifier, lines, segmenter, write_images
 
@@ -278,6 +278,18 @@ def test_an_archive_that_unpacks_to_far_more_is_refused_before_it_is_unpacked(tm
     with pytest.raises(DataError, match="times its size"):
         unpack_upload(tmp_path, "series.zip", zipped(a=b"\0" * 10_000_000))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_archive_of_more_bytes_than_any_series_has_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("dltta.serving.upload.MOST_BYTES", 100)
+    with pytest.raises(DataError, match="more than 100; send fewer slices"):
+        unpack_upload(tmp_path, "series.zip", zipped(a=bytes(range(60)), b=bytes(range(60))))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_for_the_header_only_the_beginning_of_a_file_is_unpacked(monkeypatch):
+    monkeypatch.setattr("dltta.serving.upload.HEADER", 10)
+    assert first_bytes(zipped(a=bytes(range(100)))) == first_bytes(bytes(range(100))) == bytes(range(10))
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04 broken"])

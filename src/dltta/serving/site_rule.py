@@ -47,9 +47,9 @@ class SiteRule:
     def site_of_upload(self, content: bytes) -> str:
         """Of a DICOM file, or of the first one in a zip; raises `DataError` for what has no such header."""
         from dltta.data.formats.dicom import MAGIC, PREAMBLE, read_header
-        from dltta.serving.upload import first_file
+        from dltta.serving.upload import first_bytes
 
-        first = first_file(content)
+        first = first_bytes(content)
         if first[PREAMBLE - len(MAGIC) : PREAMBLE] != MAGIC:
             raise DataError("no site was given, and only a DICOM image says in its header where it comes from")
         with TemporaryDirectory() as folder:  # for its owner alone

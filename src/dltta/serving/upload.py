@@ -12,6 +12,8 @@ from dltta.files import PRIVATE
 
 MOST_MEMBERS = 4096  # slices of a series
 MOST_RATIO = 200  # how many times larger than the archive its members may be together
+MOST_BYTES = 4 << 30  # of its members together
+HEADER = 64 << 20  # bytes that hold the header of any DICOM file
 ZIP = b"PK\x03\x04"
 
 
@@ -31,9 +33,9 @@ def unpack_upload(folder: Path, filename: str, content: bytes) -> None:
     _write(folder / f"image{known}", content)
 
 
-def first_file(content: bytes) -> bytes:
-    """The one file of an upload, or the first member of a zip."""
-    return next(_members(content)) if content.startswith(ZIP) else content
+def first_bytes(content: bytes) -> bytes:
+    """How the one file of an upload begins, or the first member of a zip."""
+    return next(_members(content, most=HEADER)) if content.startswith(ZIP) else content[:HEADER]
 
 
 def _unzip(folder: Path, content: bytes) -> None:
@@ -43,21 +45,21 @@ def _unzip(folder: Path, content: bytes) -> None:
         _write(series / f"{number:05d}.dcm", member)
 
 
-def _members(content: bytes) -> Iterator[bytes]:
-    """The files of an archive, which may be so many and so large."""
+def _members(content: bytes, most: int = MOST_BYTES) -> Iterator[bytes]:
+    """The files of an archive, which may be so many and so large; `most` bytes of each."""
     try:
         archive = zipfile.ZipFile(io.BytesIO(content))
         members = [member for member in archive.infolist() if not member.is_dir()]
         if not 0 < len(members) <= MOST_MEMBERS:
             raise DataError(f"the archive has {len(members)} files; send one DICOM series of up to {MOST_MEMBERS}")
-        if sum(member.file_size for member in members) > MOST_RATIO * len(content):
+        size = sum(member.file_size for member in members)
+        if size > MOST_RATIO * len(content):
             raise DataError(f"the archive unpacks to more than {MOST_RATIO} times its size; send the files as they are")
+        if size > MOST_BYTES:
+            raise DataError(f"the archive unpacks to {size} bytes, more than {MOST_BYTES}; send fewer slices")
         for member in members:
             with archive.open(member) as packed:
-                bytes_ = packed.read(member.file_size + 1)
-            if len(bytes_) > member.file_size:
-                raise DataError("the archive holds more than it says; it may be damaged")
-            yield bytes_
+                yield packed.read(min(member.file_size, most))  # never more than it says
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
         if isinstance(error, DataError):
             raise
