@@ -178,7 +178,7 @@ def test_what_is_wrong_is_said_in_one_line_and_nothing_is_written(client, root, 
     assert reply.status_code == status
     assert "\n" not in reply.json()["detail"]
     assert not (root / "keys").exists()
-    assert not list(root.glob("spool/*"))
+    assert not list(root.glob("spool/*/*"))
     assert post(client).status_code == 200  # and the service goes on
 
 
@@ -271,7 +271,7 @@ def test_ten_thousand_unknown_sites_leave_nothing_behind(client, root):
     for number in range(3000):
         assert post(client, site=f"h/more {number}").status_code == 429
     assert len(list((root / "keys").iterdir())) == 3
-    assert not list(root.glob("spool/*"))
+    assert not list(root.glob("spool/*/*"))
     assert (service.cluster.waiting, len(service.later), len(service.beginning)) == (0, 0, 0)
     assert not service.cluster._locks
     assert post(client, site="h/0", request="r2", content=png(2)).status_code == 200
@@ -317,7 +317,7 @@ def test_a_full_disk_is_said_and_the_next_request_is_answered(client, root, monk
         reply = post(client, request="r2", content=png(2))
     assert (reply.status_code, "No space left" in reply.json()["detail"]) == (503, True)
     assert "Retry-After" in reply.headers
-    assert not list(root.glob("spool/*"))
+    assert not list(root.glob("spool/*/*"))
     assert post(client, request="r2", content=png(2)).json()["sequence"] == 2
 
 

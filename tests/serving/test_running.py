@@ -90,7 +90,7 @@ def test_sigterm_lets_what_is_under_way_finish_and_frees_the_folder(tmp_path, mo
         under_way = [threading.Thread(target=lambda n=n: answers.append(send(n)["sequence"])) for n in (1, 2, 3)]
         for thread in under_way:
             thread.start()
-        while not list((tmp_path / "state" / "spool").iterdir()):  # until one of them is worked on
+        while not list((tmp_path / "state" / "spool").glob("*/*")):  # until one of them is worked on
             pass
         process.send_signal(signal.SIGTERM)
         for thread in under_way:

@@ -70,7 +70,7 @@ class Cluster:
         actor = ray.remote(Shard)
         options: dict[str, Any] = {"max_restarts": -1, "max_task_retries": 0, "num_cpus": 0, "max_concurrency": 1}
         options["scheduling_strategy"] = "SPREAD"  # over the machines of a cluster
-        self._actors = [actor.options(**options).remote(self.settings) for _ in range(self.shards)]
+        self._actors = [actor.options(**options).remote(self.settings, number) for number in range(self.shards)]
         try:
             ray.get([shard.ready.remote() for shard in self._actors], timeout=STARTING)
         except ray.exceptions.RayError as error:

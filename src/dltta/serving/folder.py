@@ -203,7 +203,7 @@ class Stream:
         """None for a model that brings windows of its own, such as nnU-Net's, which are what it was planned for."""
         if isinstance(self.adapter, Ensemble) or not isinstance(self.opened.window, Window | None):
             return None
-        return Fitting(self.opened, lambda: _single(self.opened, recipe), self.limit)
+        return Fitting(self.opened, lambda: single_adapter(self.opened, recipe), self.limit)
 
     def _part_done(self, done: int, total: int) -> None:
         self._part(done, total)
@@ -391,7 +391,8 @@ class Stream:
         return plain
 
 
-def _single(opened: OpenedModel, recipe: Recipe) -> Adapter:
+def single_adapter(opened: OpenedModel, recipe: Recipe) -> Adapter:
+    """Raises where several networks predict together."""
     adapter = make_adapter(opened, recipe)
     if isinstance(adapter, Ensemble):
         raise SettingError("several networks predict together; there is no single one")

@@ -6,7 +6,7 @@ STATE/
   keys/3f…/leases/      who may write it (`lease.py`)
   keys/3f…/previews/    pictures of the latest cases for the page
   keys/3f…/paused       there while the site takes no images
-  spool/                requests while they are worked on
+  spool/0/              requests that shard 0 works on
   lock                  held by the service that works here
 """
 
@@ -21,6 +21,7 @@ from pathlib import Path
 from dltta.errors import SettingError, StateError
 from dltta.files import PRIVATE, PRIVATE_FOLDER, make_folder, write_atomically
 from dltta.serving.journal import on_disk
+from dltta.serving.lease import holders
 from dltta.serving.lock import locked
 from dltta.serving.record import LOG
 
@@ -108,8 +109,13 @@ class KeyFolders:
         return (self.folder(key) / "paused").is_file()
 
     def forget(self, key: Key) -> None:
-        """Remove a site that has no answer."""
-        shutil.rmtree(self.folder(key), ignore_errors=True)
+        """Remove a site that was just begun and has no answer, unless somebody else took it over."""
+        if holders(self.folder(key)) in ([], [1]):
+            shutil.rmtree(self.folder(key), ignore_errors=True)
+
+    def clear_spool(self) -> None:
+        """Remove what killed processes left of requests. The caller holds the lock."""
+        shutil.rmtree(self.spool, ignore_errors=True)
 
     def has_stream(self, key: Key) -> bool:
         return (self.stream(key) / LOG).is_file()

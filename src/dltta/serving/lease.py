@@ -30,20 +30,20 @@ class Lease:
         with on_disk(self.folder):
             make_folder(self.folder, mode=PRIVATE_FOLDER)
             self.token = self._take()
-            for number in self._numbers()[:-KEEP]:
+            for number in _numbers(self.folder)[:-KEEP]:
                 (self.folder / f"{number:06d}.json").unlink(missing_ok=True)
 
     def require(self) -> None:
         """Raise unless nobody took over."""
         with on_disk_readable(self.folder):
-            newest = max(self._numbers(), default=0)
+            newest = max(_numbers(self.folder), default=0)
         if newest != self.token:
             raise LeaseLostError(f"{self.folder.parent}: another process took this site over; this one stops")
 
     def _take(self) -> int:
         """The next free number: two who try at once get different ones."""
         while True:
-            token = max(self._numbers(), default=0) + 1
+            token = max(_numbers(self.folder), default=0) + 1
             try:
                 handle = open_in_place(
                     self.folder / f"{token:06d}.json", os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode=PRIVATE
@@ -56,10 +56,17 @@ class Lease:
                 os.fsync(file.fileno())
             return token
 
-    def _numbers(self) -> list[int]:
-        found = (re.fullmatch(r"(\d{6,})\.json", path.name) for path in self.folder.iterdir())
-        return sorted(int(match[1]) for match in found if match)
-
 
 class LeaseLostError(StateError):
     """Another process writes this site's stream now."""
+
+
+def holders(folder: Path) -> list[int]:
+    """The tokens that were taken for a site, the latest last; none where nobody took one."""
+    leases = folder / "leases"
+    return _numbers(leases) if leases.is_dir() else []
+
+
+def _numbers(leases: Path) -> list[int]:
+    found = (re.fullmatch(r"(\d{6,})\.json", path.name) for path in leases.iterdir())
+    return sorted(int(match[1]) for match in found if match)

@@ -1,7 +1,7 @@
 """Maintenance of a stream on disk: list its versions, roll back, export the adapted network."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -91,10 +91,22 @@ def show_version(output: Path, number: int | None = None) -> dict[str, Any]:
     }
 
 
-def roll_back(output: Path, number: int, key: Path | None = None, note: Mapping[str, Any] | None = None) -> int:
+class UnknownVersionError(StateError):
+    """A version that the stream never had, or does not keep any more."""
+
+
+def roll_back(
+    output: Path,
+    number: int,
+    key: Path | None = None,
+    note: Mapping[str, Any] | None = None,
+    *,
+    may_write: Callable[[], None] = lambda: None,
+) -> int:
     """Continue from an older version; the log keeps what happened since. Returns the number of the new version.
 
-    A signed stream needs the file with its key. `note` is what the line says besides.
+    A signed stream needs the file with its key. `note` is what the line says besides. `may_write` is asked before the
+    first write; it raises when the stream belongs to somebody else by now.
     """
     require_log(output)
     folder = StateFolder(output / STATE)
@@ -103,6 +115,7 @@ def roll_back(output: Path, number: int, key: Path | None = None, note: Mapping[
         index = StreamIndex(Journal(output / LOG, folder.head_file, signer))
         sha256 = _made(output)[_known(folder, number, index.version)]
         new = index.version + 1
+        may_write()
         folder.copy(number, sha256, new)
         oldest = folder.oldest()
         line = {"event": "rollback", "to": number, "state": new, "state_sha256": sha256, "oldest_state": oldest}
@@ -288,7 +301,7 @@ def _made(output: Path) -> dict[int, str]:
 def _known(folder: StateFolder, number: int, newest: int) -> int:
     there = [each for each in folder.numbers() if each <= newest]
     if number not in there:
-        raise StateError(f"there is no version {number}; there are {_ranges(there)}")
+        raise UnknownVersionError(f"there is no version {number}; there are {_ranges(there)}")
     return number
 
 

@@ -43,16 +43,21 @@ class Reader:
         if self.index.holds(found):
             return Known(found)
         try:
-            for geometry in geometries(case):
-                if self.fitting is not None:
-                    self.fitting.require_readable(geometry)
-            with enough_memory(case.name):
-                loaded = load(self.opened, read_incoming(case), found)
+            loaded = read_case(self.opened, case, found, self.fitting)
         except (DataError, InputError) as error:
             return Unusable(found, error)
         if _size_and_time(case) != before:
             return Unusable(found, DataError("it changed while it was read; give it once it is complete"))
         return loaded
+
+
+def read_case(opened: OpenedModel, case: Incoming, found: str, fitting: Fitting | None) -> Loaded:
+    """What the network gets of a case; raises `DataError` or `InputError`, before it is read if it is too large."""
+    for geometry in geometries(case):
+        if fitting is not None:
+            fitting.require_readable(geometry)
+    with enough_memory(case.name):
+        return load(opened, read_incoming(case), found)
 
 
 def _size_and_time(case: Incoming) -> list[tuple[int, int]]:

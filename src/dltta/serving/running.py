@@ -69,7 +69,9 @@ def run_service(serving: Serving, say: Callable[[str], None]) -> None:
     for source in serving.models.values():  # what is wrong with a model is said before anything starts
         source.open()
     _require_certificate(serving)
-    with KeyFolders(serving.root).locked(), closing(_listen(serving.host, serving.port)) as listener:
+    folders = KeyFolders(serving.root)
+    with folders.locked(), closing(_listen(serving.host, serving.port)) as listener:
+        folders.clear_spool()
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while the shards start
         try:
             cluster.start()

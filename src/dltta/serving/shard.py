@@ -6,6 +6,7 @@ knows Ray: `cluster.py` makes actors of it.
 
 import gc
 import os
+import shutil
 import socket
 import time
 from collections import OrderedDict
@@ -18,15 +19,18 @@ from typing import Literal
 from dltta.config import make_adapter
 from dltta.errors import DataError, DlttaError, InputError, NonFiniteError, SettingError, StateError
 from dltta.files import PRIVATE, write_atomically
+from dltta.fitting import Fitting, default_limit
 from dltta.methods import Method
 from dltta.models.io.opened import OpenedModel
 from dltta.models.io.opening import ModelSource
-from dltta.predictor import Predictor, load
+from dltta.predictor import Predictor
 from dltta.recipes import paper
+from dltta.serving.folder import single_adapter
 from dltta.serving.journal import Fields, on_disk, walk
 from dltta.serving.keys import Key, KeyFolders
 from dltta.serving.lease import Lease
-from dltta.serving.maintenance import roll_back
+from dltta.serving.maintenance import UnknownVersionError, roll_back
+from dltta.serving.reading import read_case
 from dltta.serving.record import LOG
 from dltta.serving.session import Request, Session, spooled
 from dltta.serving.settings import Deployment, StreamSettings
@@ -63,11 +67,13 @@ class ShardSettings:
 class Shard:
     """One writer. Its methods are called one after the other."""
 
-    def __init__(self, settings: ShardSettings) -> None:
+    def __init__(self, settings: ShardSettings, number: int = 0) -> None:
         import torch
 
         torch.set_num_threads(settings.threads)
         self.settings, self.folders = settings, KeyFolders(settings.root)
+        self.spool = self.folders.spool / str(number)  # of this shard alone
+        shutil.rmtree(self.spool, ignore_errors=True)  # what its predecessor, killed, left of images
         self._opened: dict[str, OpenedModel] = {}
         self._sources: dict[str, Predictor] = {}
         self._sessions: OrderedDict[Key, Session] = OrderedDict()
@@ -83,27 +89,28 @@ class Shard:
 
     def answer(self, key: Key, request: Request) -> Reply:
         """Adapt and predict; the same reply to the same request."""
-        started = time.perf_counter()
+        new = not self.folders.has_stream(key)
         try:
-            if not self.folders.has_stream(key):
-                self._require_usable(key, request)  # before anything of a new site is written
-            session = self._session(key)
-            line = session.answer(request)
-            working = time.perf_counter() - started
-            self._preview(key, session, request, line)
-            return Reply("answered", line, seconds=working)
-        except (InputError, NonFiniteError) as error:
-            return Reply("refused", detail=_without_place(error))
-        except DataError as error:
-            conflict = "predicted before with other content" in str(error)
-            return Reply("conflict" if conflict else "refused", detail=_without_place(error))
-        except SettingError as error:
-            return Reply("refused", detail=_without_place(error))
+            if new:
+                self._require_usable(key, request)  # before anything of it is written
+            return self._answer(key, request)
+        except (DataError, InputError, NonFiniteError, SettingError) as error:
+            reply = Reply("conflict" if self._knows(key, request.id) else "refused", detail=_without_place(error))
         except StateError as error:
             self._evict(key)
-            return Reply("unavailable", detail=_without_place(error))
-        finally:
-            self._forget_unanswered(key)
+            reply = Reply("unavailable", detail=_without_place(error))
+        if new:  # a site whose first image could not be used was never begun
+            self._evict(key)
+            self.folders.forget(key)
+        return reply
+
+    def _answer(self, key: Key, request: Request) -> Reply:
+        started = time.perf_counter()
+        session = self._session(key)
+        line = session.answer(request)
+        working = time.perf_counter() - started
+        self._preview(key, session, request, line)
+        return Reply("answered", line, seconds=working)
 
     def result(self, key: Key, request_id: str, *, mask: bool = False) -> Reply:
         """The answer that was given to a request, and its mask if wanted; writes nothing, and keeps who is in memory.
@@ -132,9 +139,12 @@ class Shard:
         try:
             lease = Lease(self.folders.folder(key), self._owner)
             note = {"by": by, "fence": lease.token}
-            new = roll_back(self.folders.stream(key), version, self.settings.stream.sign, note)
-        except (StateError, SettingError) as error:
+            sign = self.settings.stream.sign
+            new = roll_back(self.folders.stream(key), version, sign, note, may_write=lease.require)
+        except (UnknownVersionError, SettingError) as error:
             return Reply("refused", detail=_without_place(error))
+        except StateError as error:
+            return Reply("unavailable", detail=_without_place(error))
         return Reply("answered", {"event": "rollback", "to": version, "state": new})
 
     def change(self, key: Key, mode: Mode, by: str = "") -> Reply:
@@ -154,9 +164,11 @@ class Shard:
                     write_atomically(mark, "", mode=PRIVATE)
                 else:
                     mark.unlink(missing_ok=True)
-        except (StateError, SettingError) as error:
-            self._evict(key)
+        except SettingError as error:
             return Reply("refused", detail=_without_place(error))
+        except StateError as error:
+            self._evict(key)
+            return Reply("unavailable", detail=_without_place(error))
         return Reply("answered", {"event": mode})
 
     def close(self) -> None:
@@ -183,7 +195,7 @@ class Shard:
             self._model(key.model),
             self.folders.stream(key),
             self.settings.stream,
-            spool=self.folders.spool,
+            spool=self.spool,
             lease=lease,
         )
         self._sessions[key] = session.__enter__()
@@ -191,11 +203,13 @@ class Shard:
 
     def _require_usable(self, key: Key, request: Request) -> None:
         """Raise unless the image can be read and the network takes it."""
-        from dltta.data.inbox import read_incoming
-
         opened = self._model(key.model)
-        with spooled(self.folders.spool, request) as case:
-            load(opened, read_incoming(case), "")
+        limit = self.settings.stream.max_memory
+        if limit is None:
+            limit = default_limit(next(opened.model.parameters()).device)
+        fitting = Fitting(opened, lambda: single_adapter(opened, self.settings.stream.recipe), limit)
+        with spooled(self.spool, request) as case:
+            read_case(opened, case, "", fitting)
 
     def _model(self, name: str) -> OpenedModel:
         if name not in self._opened:
@@ -220,12 +234,10 @@ class Shard:
                     return line.entry
         return None
 
-    def _forget_unanswered(self, key: Key) -> None:
-        """A site whose first image could not be used was never begun; unless somebody else began it before."""
+    def _knows(self, key: Key, request_id: str) -> bool:
+        """Whether a site in memory answered this id: then another image came with it."""
         session = self._sessions.get(key)
-        if session is not None and not session.answered and session.fence == 1:
-            self._evict(key)
-            self.folders.forget(key)
+        return session is not None and session.known(request_id) is not None
 
     def _evict(self, key: Key) -> None:
         session = self._sessions.pop(key, None)
