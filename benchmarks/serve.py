@@ -153,7 +153,7 @@ class Deaths:
                 self.loss = None
                 self.note({"died": "machine"})
             if self.moments and answered() >= self.moments[0]:
-                alive = await self.cluster.memory()
+                alive = await self.cluster.memory(patience=60)
                 if alive and killed(int(self.rng.choice(alive)["pid"])):
                     self.moments.pop(0)
                     self.note({"died": "shard"})
@@ -373,7 +373,7 @@ def throughput(source: ModelSource, folder: Path, load: Load, *, rounds: int = 3
 def _worked(cluster: Cluster) -> list[float]:
     """Processor seconds of every shard so far."""
     found = []
-    for shard in asyncio.run(cluster.memory()):
+    for shard in asyncio.run(cluster.memory(patience=60)):
         times = Path(f"/proc/{int(shard['pid'])}/stat").read_text().rpartition(")")[2].split()
         found.append((int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK"))
     return found
@@ -469,7 +469,7 @@ def memory(source: ModelSource, folder: Path, load: Load) -> dict[str, Any]:
             for image in range(2):
                 await cluster.answer(Key("m", f"memory/{number}"), request(images, image))
             if (number + 1) & number == 0:  # a power of two
-                found.append((number + 1, (await cluster.memory())[0]["resident"] / 1e6))
+                found.append((number + 1, (await cluster.memory(patience=60))[0]["resident"] / 1e6))
 
     asyncio.run(keys())
     cluster.stop()

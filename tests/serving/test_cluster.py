@@ -87,7 +87,7 @@ def test_killed_shards_a_lost_machine_duplicates_and_disorder_change_nothing(mac
                 (worker,) = machines.worker_nodes
                 await asyncio.to_thread(machines.remove_node, worker, allow_graceful=False)
             else:
-                kill_one([int(shard["pid"]) for shard in await cluster.memory()], rng)
+                kill_one([int(shard["pid"]) for shard in await cluster.memory(patience=60)], rng)
 
     async def all_of_it():
         *found, _ = await asyncio.gather(*map(one_site, keys), die())

@@ -9,6 +9,7 @@ import json
 import re
 import time
 import zipfile
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +57,7 @@ class InProcess(Cluster):
         return await asyncio.to_thread(getattr(self.shard, method), *args, **kwargs)
 
     async def memory(self):
-        return [self.shard.memory()]
+        return [{**self.shard.memory(), "shard": 0}]
 
 
 def grant(token, role, *sites):
@@ -539,6 +540,39 @@ def test_pages_of_others_cannot_use_a_visitors_browser(model, root):
 def test_health_and_readiness(client):
     assert client.get("/healthz").json()["status"] == "ok"
     assert client.get("/readyz").json() == {"ready": True, "shards": 1}
+
+
+class Calls:
+    """A shard that answers questions about its memory when the test says so."""
+
+    def __init__(self):
+        self.asked = []
+        self.memory = self
+
+    def remote(self):
+        return self
+
+    def future(self):
+        self.asked.append(Future())
+        return self.asked[-1]
+
+
+def test_a_shard_at_work_is_alive_and_a_dead_one_is_not():
+    """Nobody waits for a shard that works for minutes, and it is not asked again meanwhile."""
+    cluster, shards = Cluster(None, shards=2), [Calls(), Calls()]
+    cluster._actors = shards
+
+    def seen():
+        return {shard["shard"]: shard["resident"] for shard in asyncio.run(cluster.memory(patience=0.01))}
+
+    assert seen() == {}
+    shards[0].asked[0].set_result({"resident": 5})
+    shards[1].asked[0].set_result({"resident": 7})
+    assert seen() == {0: 5, 1: 7}  # both were asked again, and work
+    assert seen() == {0: 5, 1: 7}
+    assert [len(shard.asked) for shard in shards] == [2, 2]
+    shards[1].asked[1].set_exception(RuntimeError("dead"))
+    assert seen() == {0: 5}
 
 
 def test_openapi_shows_an_example_and_loads_nothing_from_elsewhere(client):

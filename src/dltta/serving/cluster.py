@@ -10,6 +10,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -53,6 +54,8 @@ class Cluster:
         self._waiting: Counter[Key] = Counter()
         self._bytes = 0  # of images that wait
         self._reading = 0  # calls that write nothing
+        self._asked: dict[int, Future[Mapping[str, float]]] = {}  # shards, how large they are
+        self._seen: dict[int, Mapping[str, float]] = {}  # what each that is alive said last
         self._seconds = 0.5  # how long an answer takes, a running mean
         self.restarts = 0  # calls that found their shard dead
         self.started = False
@@ -73,9 +76,11 @@ class Cluster:
         self._actors = [actor.options(**options).remote(self.settings, number) for number in range(self.shards)]
         try:
             ray.get([shard.ready.remote() for shard in self._actors], timeout=STARTING)
+            sizes = ray.get([shard.memory.remote() for shard in self._actors], timeout=STARTING)
         except ray.exceptions.RayError as error:
             reason = str(error).strip().splitlines()[-1][:200]
             raise SettingError(f"a shard cannot start ({reason}); have all machines package, model, state?") from error
+        self._seen = {number: {**size, "shard": number} for number, size in enumerate(sizes)}
         self.started = True
 
     def stop(self) -> None:
@@ -85,7 +90,7 @@ class Cluster:
             with suppress(ray.exceptions.RayError):  # it is dead: what it had answered is on the disk
                 ray.get(shard.close.remote(), timeout=60)
             ray.kill(shard)
-        self._actors, self.started = [], False
+        self._actors, self._asked, self._seen, self.started = [], {}, {}, False
         if self._joined:
             ray.shutdown()
             self._joined = False
@@ -117,12 +122,27 @@ class Cluster:
         async with self._turn(key):
             return await self._call(key, "change", key, mode, by)
 
-    async def memory(self) -> list[Mapping[str, float]]:
-        """Of every shard that answers."""
-        found = await asyncio.gather(
-            *(asyncio.wrap_future(shard.memory.remote().future()) for shard in self._actors), return_exceptions=True
-        )
-        return [each for each in found if not isinstance(each, BaseException)]
+    async def memory(self, patience: float = 1.0) -> list[Mapping[str, float]]:
+        """Of every shard that is alive, with its number as `shard`; of one that is at work, what it said last."""
+        self._hear()
+        for number, shard in enumerate(self._actors):
+            if number not in self._asked:
+                self._asked[number] = shard.memory.remote().future()
+        waiting = [asyncio.wrap_future(call) for call in self._asked.values()]
+        for each in waiting:
+            each.add_done_callback(lambda done: done.cancelled() or done.exception())  # it is heard of below
+        if waiting:
+            await asyncio.wait(waiting, timeout=patience)
+        self._hear()
+        return list(self._seen.values())
+
+    def _hear(self) -> None:
+        """Note what shards have said, and which are dead."""
+        for number in [number for number, call in self._asked.items() if call.done()]:
+            call = self._asked.pop(number)
+            self._seen.pop(number, None)
+            if call.exception() is None:
+                self._seen[number] = {**call.result(), "shard": number}
 
     @property
     def waiting(self) -> int:

@@ -348,7 +348,7 @@ def _watching(app: FastAPI) -> None:
         "/readyz", responses={200: _shows({"ready": True, "shards": 2}), 503: _shows({"ready": False, "shards": 1})}
     )
     async def ready(request: Request) -> Response:
-        """Whether every shard answers, so that requests can be sent."""
+        """Whether every shard is alive, so that requests can be sent."""
         service = service_of(request)
         alive = await service.cluster.memory()
         good = len(alive) == service.cluster.shards and not service.stopping
@@ -362,8 +362,8 @@ def _watching(app: FastAPI) -> None:
         service.metrics.waiting.set(service.cluster.waiting)
         service.metrics.sites.set(service.folders.count())
         service.metrics.restarts.set(service.cluster.restarts)
-        for number, shard in enumerate(await service.cluster.memory()):
-            service.metrics.resident.labels(str(number)).set(shard["resident"])
+        for shard in await service.cluster.memory():
+            service.metrics.resident.labels(f"{shard['shard']:.0f}").set(shard["resident"])
         return Response(generate_latest(service.metrics.registry), media_type="text/plain; version=0.0.4")
 
     @app.get("/v1/sites", responses={200: _shows([SITE]), **REFUSALS})
