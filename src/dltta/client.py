@@ -63,6 +63,7 @@ class Client:
         """Write the mask of an answer into a folder, under the name that the service gave it."""
         target = Path(folder) / Path(str(answer["prediction"])).name
         target.parent.mkdir(parents=True, exist_ok=True)
+        model = model or answer.get("model")
         target.write_bytes(self.mask(str(answer["request"]), site=str(answer["site"]), model=model))
         return target
 

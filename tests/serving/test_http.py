@@ -420,6 +420,37 @@ def test_what_failed_later_can_be_asked_for_and_what_was_answered_is_not_kept_in
     assert not later
 
 
+def test_a_failure_is_forgotten_once_the_request_was_answered_after_all(client):
+    post(client, wait="false", content=b"nonsense")
+    while get(client, "/v1/answers", site="h/1", request="r1").status_code != 422:
+        time.sleep(0.05)
+    assert post(client).status_code == 200  # this time its sender waits
+    assert get(client, "/v1/answers", site="h/1", request="r1").status_code == 200
+
+
+def test_an_id_that_is_under_way_with_another_image_is_a_conflict(client, monkeypatch):
+    service, may_go_on = client.app.state.service, asyncio.Event()
+    work = service.cluster.answer
+
+    async def slowly(key, request):
+        await may_go_on.wait()
+        return await work(key, request)
+
+    monkeypatch.setattr(service.cluster, "answer", slowly)
+    assert post(client, wait="false").status_code == 202
+    assert post(client, wait="false").status_code == 202  # sent again
+    refused = post(client, wait="false", content=png(1))
+    assert (refused.status_code, "another image" in refused.json()["detail"]) == (409, True)
+    client.portal.call(may_go_on.set)
+    while (answer := get(client, "/v1/answers", site="h/1", request="r1")).status_code == 202:
+        time.sleep(0.05)
+    assert answer.json()["sequence"] == 1
+
+
+def test_the_answer_names_the_model_that_its_mask_is_asked_of(client):
+    assert post(client).json()["model"] == "a"
+
+
 def test_only_the_latest_failures_are_kept(client, monkeypatch):
     monkeypatch.setattr("dltta.serving.http.MOST_FAILURES", 2)
     for number in range(5):

@@ -4,6 +4,7 @@ Everything that identifies a patient stays out of log and metrics: requests are 
 """
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
@@ -22,6 +23,7 @@ from dltta.serving.page import add_page
 from dltta.serving.service import (
     Asked,
     Bearer,
+    Later,
     Limits,
     Metrics,
     Model,
@@ -54,6 +56,7 @@ def _shows(example: object, description: str = "") -> dict[str, Any]:
 EXAMPLE = {
     "status": "answered",
     "site": "st-mary/scanner-3",
+    "model": "a",
     "request": "20261117-0001",
     "sequence": 12,
     "decision": "accepted",
@@ -201,10 +204,12 @@ def _routes(app: FastAPI) -> None:
         service = service_of(request)
         require(grant, Role.READ, site)
         key = service.key(site, model)
-        task = service.later.get((key, asked))
-        if task is not None and not task.done():
-            return JSONResponse({"status": "pending", "request": asked, "site": site}, 202, {"Retry-After": "1"})
-        return await _respond(service, key, task or service.cluster.result(key, asked))
+        later = service.later.get((key, asked))
+        if later is None:
+            return await _respond(service, key, service.cluster.result(key, asked))
+        if later.task.done():
+            return await _respond(service, key, later.task)
+        return JSONResponse({"status": "pending", "request": asked, "site": site}, 202, {"Retry-After": "1"})
 
     @app.get(
         "/v1/masks",
@@ -229,24 +234,28 @@ def _routes(app: FastAPI) -> None:
 
 def _later(service: Service, key: Key, image: ImageRequest) -> Response:
     """Begin to answer; what failed stays to be asked for, what was answered is in the log."""
-    name = (key, image.id)
-    if name not in service.later or service.later[name].done():
+    name, sha256 = (key, image.id), hashlib.sha256(image.content).hexdigest()
+    earlier = service.later.get(name)
+    if earlier is None or earlier.task.done():
         try:
             service.cluster.require_room(key, len(image.content))
         except BusyError as error:
             service.metrics.refused("busy")
             raise HTTPException(429, str(error), {"Retry-After": f"{error.after:.0f}"}) from error
-        task = service.later[name] = asyncio.create_task(service.answer(key, image))
+        task = asyncio.create_task(service.answer(key, image))
+        service.later[name] = Later(task, sha256)
         task.add_done_callback(lambda done: _tidy(service, name, done))
+    elif earlier.sha256 != sha256:
+        raise HTTPException(409, "another image is worked on under this id; give this one another")
     return JSONResponse({"status": "pending", "request": image.id, "site": key.site}, 202, {"Retry-After": "1"})
 
 
 def _tidy(service: Service, name: tuple[Key, str], done: asyncio.Task[Reply]) -> None:
     """Forget what was answered, and the oldest of too many failures."""
     good = not done.cancelled() and done.exception() is None and done.result().line is not None
-    if good and service.later.get(name) is done:
+    if good and name in service.later and service.later[name].task is done:
         del service.later[name]
-    failed = [name for name, task in service.later.items() if task.done()]
+    failed = [name for name, later in service.later.items() if later.task.done()]
     for name in failed[:-MOST_FAILURES]:
         del service.later[name]
 
@@ -266,7 +275,7 @@ async def _respond(service: Service, key: Key, coming: Awaitable[Reply]) -> Resp
         raise HTTPException(429, str(error), {"Retry-After": f"{error.after:.0f}"}) from error
     if reply.line is None:
         raise refusal(reply, "there is no such request at this site")
-    return JSONResponse({"status": reply.status, "site": key.site, **shown(reply.line)})
+    return JSONResponse({"status": reply.status, "site": key.site, "model": key.model, **shown(reply.line)})
 
 
 async def _form(request: Request, limits: Limits) -> tuple[dict[str, str], str, bytes]:

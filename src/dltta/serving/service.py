@@ -45,6 +45,14 @@ class Limits:
     keys: int = 10_000  # sites of all models together
 
 
+@dataclass(frozen=True)
+class Later:
+    """A request that nobody waits for."""
+
+    task: asyncio.Task[Reply]
+    sha256: str  # of its bytes
+
+
 @dataclass
 class Service:
     """What the routes share."""
@@ -58,7 +66,7 @@ class Service:
     metrics: "Metrics"
     rule: SiteRule = field(default_factory=SiteRule)  # for images that come without a site
     stopping: bool = False
-    later: dict[tuple[Key, str], asyncio.Task[Reply]] = field(default_factory=dict)  # under way, or failed
+    later: dict[tuple[Key, str], Later] = field(default_factory=dict)  # under way, or failed
     beginning: Counts[Key] = field(default_factory=Counts)  # sites that are not on the disk yet: requests under way
 
     def key(self, site: str, model: str | None) -> Key:
@@ -88,6 +96,9 @@ class Service:
             self.beginning[key] -= new
             if not self.beginning[key]:
                 del self.beginning[key]
+        failed = self.later.get((key, request.id))
+        if reply.line is not None and failed is not None and failed.task.done():
+            del self.later[key, request.id]
         self.metrics.answered(reply, time.perf_counter() - started)
         record("request", key=key.name, request=_hash(request.id), status=reply.status, seconds=round(reply.seconds, 4))
         return reply
