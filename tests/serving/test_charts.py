@@ -23,5 +23,9 @@ def test_what_is_not_known_is_not_drawn():
     assert line_chart("Rate", [None, None]) is None
 
 
+def test_the_ends_of_the_stream_are_named_below():
+    assert '<div class="ends"><span>#3</span><span>#9</span></div>' in line_chart("Rate", [1.0, 2.0], ends=("#3", "#9"))
+
+
 def test_a_title_cannot_bring_markup():
     assert "<script" not in line_chart("<script>", [1.0])

@@ -667,6 +667,38 @@ def test_admins_roll_back_from_the_page_once_they_are_sure(client):
     assert "rolled back to version 1" in client.get("/site", params={"site": "h/1"}).text
 
 
+@pytest.mark.parametrize("what", ["shadow", "pause"])
+def test_switches_on_the_page_are_confirmed_too(client, what):
+    post(client)
+    entered(client, ADMIN)
+    page = client.get("/site", params={"site": "h/1"}).text
+    (form,) = set(re.findall(r'name="form_token" value="([0-9a-f]+)"', page))
+    given = {"site": "h/1", "model": "a", "what": what, "form_token": form}
+    assert client.post("/site/change", data=given).status_code == 422  # not sure
+    assert get(client, "/v1/sites").json()[0]["mode"] == "live"
+    assert client.post("/site/change", data={**given, "sure": "on"}).status_code == 200
+    assert get(client, "/v1/sites").json()[0]["mode"] == {"pause": "paused"}.get(what, what)
+
+
+def test_what_is_wrong_is_a_page_for_people_and_json_for_programs(client):
+    entered(client, READ)
+    page = client.get("/site?site=%3Cb%3Enowhere", headers={"Accept": "text/html,*/*"})
+    assert (page.status_code, "text/html" in page.headers["content-type"]) == (404, True)
+    assert "there is no such site" in page.text
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert client.get("/site?site=nowhere").json() == {"detail": "there is no such site"}
+    api = client.get("/v1/stream?site=nowhere", headers={"Accept": "text/html"})
+    assert (api.status_code, api.json()) == (404, {"detail": "there is no such site"})
+
+
+def test_a_person_whose_token_is_gone_is_asked_for_one(client):
+    reply = client.post(
+        "/site/change", data={"site": "h/1", "model": "a", "what": "pause", "form_token": "0"},
+        headers={"Accept": "text/html"}, follow_redirects=False,
+    )  # fmt: skip
+    assert (reply.status_code, reply.headers["location"]) == (303, "/login")
+
+
 # tokens
 
 

@@ -108,5 +108,8 @@ def test_a_visitor_goes_from_the_sites_to_a_case_and_switches_to_shadow(service,
         assert time.monotonic() < deadline
     assert "r2" in run(browser, "return document.body.innerText")
     run(browser, "document.querySelector('button[value=shadow]').click()")
+    assert "mode: shadow" not in run(browser, "return document.body.innerText")  # the browser asks to tick the box
+    run(browser, "document.querySelector('form:has(button[value=shadow]) input[name=sure]').click()")
+    run(browser, "document.querySelector('button[value=shadow]').click()")
     while "mode: shadow" not in run(browser, "return document.body.innerText"):
         assert time.monotonic() < deadline

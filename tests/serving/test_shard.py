@@ -64,11 +64,12 @@ def test_what_a_killed_shard_left_of_an_image_is_removed_by_its_successor_only(s
     assert [path.parent.parent.name for path in settings.root.rglob("image.png")] == ["0"]
 
 
-@pytest.mark.parametrize("place", ["dltta.serving.keys.write_atomically", "dltta.serving.state.write_atomically",
-                                   "dltta.serving.journal.write_head", "dltta.serving.lease.open_in_place"])  # fmt: skip
+@pytest.mark.parametrize(
+    "place", ["keys.write_atomically", "state.write_atomically", "journal.write_head", "lease.open_in_place"]
+)
 def test_a_disk_that_is_full_at_the_first_image_leaves_no_site_behind(shard, asked, monkeypatch, place):
     with monkeypatch.context() as patch:
-        patch.setattr(place, full)
+        patch.setattr(f"dltta.serving.{place}", full)
         reply = shard.answer(KEY, asked[0])
     assert (reply.status, "No space left" in reply.detail) == ("unavailable", True)
     assert not list(shard.settings.root.glob("keys/*"))

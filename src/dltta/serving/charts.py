@@ -21,8 +21,12 @@ def line_chart(
     high: Sequence[float | None] | None = None,
     colors: Sequence[str] | None = None,
     span: tuple[float, float] | None = None,
+    ends: Sequence[str] = (),
 ) -> str | None:
-    """A line with dots, a band where bounds are known; `span` fixes the axis. None if nothing is known."""
+    """A line with dots, a band where bounds are known. None if nothing is known.
+
+    `span` fixes the vertical axis, `ends` are what its first and its last place are called.
+    """
     known = [value for series in (values, low or (), high or ()) for value in series if value is not None]
     points = _known(values)
     if not points:
@@ -46,12 +50,13 @@ def line_chart(
         color = colors[i] if colors is not None else "var(--blue)"
         parts.append(f'<path class="point" d="M{at(i, value)}h0" stroke="{color}"/>')
     latest = _number(points[-1][1])
+    axis = f'<div class="ends">{"".join(f"<span>{escape(end)}</span>" for end in ends)}</div>' if ends else ""
     label = f"{title}: {len(points)} values, latest {latest}"
     return (
         f'<figure class="chart"><figcaption>{escape(title)}: <strong>{latest}</strong></figcaption>'
         f'<div class="plot"><span class="top">{_number(top)}</span><span class="bottom">{_number(bottom)}</span>'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{escape(label)}">'
-        f"{''.join(parts)}</svg></div></figure>"
+        f"{''.join(parts)}</svg></div>{axis}</figure>"
     )
 
 

@@ -11,7 +11,9 @@ from typing import Annotated, Literal
 from urllib.parse import urlencode
 
 from fastapi import FastAPI, Form, HTTPException, Query, Request
+from fastapi.exception_handlers import http_exception_handler
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
+from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from dltta.quality.decision import Outcome
 from dltta.serving.access import Grant, Role
@@ -38,9 +40,26 @@ WORDS = {
     Outcome.SOURCE: "the source model predicts",
 }
 
+MODES = {  # what a switch does
+    "live": "Live: the adapted model predicts.",
+    "shadow": "Shadow: it adapts, but the source model predicts.",
+    "pause": "Paused: images are refused (503) until somebody continues.",
+    "continue": "Continued: images are taken again.",
+}
+
 
 def add_page(app: FastAPI) -> None:
-    """Routes of the page."""
+    """Routes of the page, and what is wrong as a page where a person looks."""
+
+    @app.exception_handler(StarletteHTTPException)
+    async def refused(request: Request, error: StarletteHTTPException) -> Response:
+        person = "text/html" in request.headers.get("accept", "") and not request.url.path.startswith("/v1/")
+        if not person:
+            return await http_exception_handler(request, error)
+        if error.status_code == 401:
+            return RedirectResponse("/login", 303)
+        words = f'<h2>This cannot be done</h2><p class="alarm" role="alert">{escape(str(error.detail))}</p>'
+        return _html("Refused", f'{words}<p class="back"><a href="/">← all sites</a></p>', status=error.status_code)
 
     @app.get("/page.css", include_in_schema=False)
     async def style() -> Response:
@@ -116,10 +135,12 @@ def add_page(app: FastAPI) -> None:
         if not hmac.compare_digest(form_token, _form_token(request)):
             raise HTTPException(403, "this form is too old; load the page again")
         key = service.key(site, model)
+        if sure is None:
+            raise HTTPException(422, "tick the box to confirm")
         record("change", by=grant.name, key=key.name, what=what, version=version)
         if what == "rollback":
-            if sure is None or version is None:
-                raise HTTPException(422, "tick the box to confirm, and name a version")
+            if version is None:
+                raise HTTPException(422, "name a version")
             await respond_event(service.cluster.roll_back(key, version, grant.name))
         else:
             await respond_event(service.cluster.change(key, what, grant.name))
@@ -136,7 +157,7 @@ def _form_token(request: Request) -> str:
     return hmac.new(_SECRET, request.cookies.get(COOKIE, "").encode(), hashlib.sha256).hexdigest()
 
 
-def _html(title: str, body: str, *, refresh: int | None = None) -> HTMLResponse:
+def _html(title: str, body: str, *, refresh: int | None = None, status: int = 200) -> HTMLResponse:
     again = "" if refresh is None else f'<meta http-equiv="refresh" content="{refresh}">'
     page = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -145,7 +166,7 @@ def _html(title: str, body: str, *, refresh: int | None = None) -> HTMLResponse:
         f'<body><header><h1><a href="/">dltta</a></h1><span class="soft">adapting models, site by site</span></header>'
         f"<main>{body}</main></body></html>"
     )
-    return HTMLResponse(page, headers={"Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer"})
+    return HTMLResponse(page, status, {"Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer"})
 
 
 def _home(service: Service, views: list[SiteView]) -> str:
@@ -206,6 +227,7 @@ def _site(service: Service, view: SiteView, form_token: str | None) -> str:
     def series(name: str) -> list[float | None]:
         return [None if line.get(name) is None else float(line[name]) for line in recent]
 
+    ends = tuple(f"#{line.get('sequence', '')}" for line in (recent[:1] + recent[-1:]))
     charts = {
         title: line_chart(
             title,
@@ -214,6 +236,7 @@ def _site(service: Service, view: SiteView, form_token: str | None) -> str:
             high=series(f"{name}_high"),
             colors=colors,
             span=(0.0, 1.0) if name == "quality" else None,
+            ends=ends,
         )
         for title, name in CHARTS.items()
     }
@@ -307,10 +330,12 @@ def _controls(service: Service, view: SiteView, form_token: str) -> str:
         f'<input type="hidden" name="{name}" value="{escape(value)}">'
         for name, value in (("site", view.key.site), ("model", view.key.model), ("form_token", form_token))
     )
+    sure = '<label class="sure"><input type="checkbox" name="sure" required>I am sure</label>'
     paused = service.folders.paused(view.key)
     other = "live" if view.deployment == "shadow" else "shadow"
     buttons = (
-        f'<form method="post" action="/site/change" class="inline">{hidden}'
+        f'<p class="soft">{MODES[other]} {MODES["continue" if paused else "pause"]}</p>'
+        f'<form method="post" action="/site/change" class="inline">{hidden}{sure}'
         f'<button name="what" value="{other}">Switch to {other}</button>'
         f'<button name="what" value="{"continue" if paused else "pause"}">{"Continue" if paused else "Pause"}</button>'
         "</form>"
@@ -322,7 +347,6 @@ def _controls(service: Service, view: SiteView, form_token: str) -> str:
     back = (
         f'<form method="post" action="/site/change" class="inline">{hidden}<label for="version">Roll back to version'
         f'</label><select id="version" name="version">{options}</select>'
-        '<label class="sure"><input type="checkbox" name="sure" required>I am sure</label>'
-        '<button class="danger" name="what" value="rollback">Roll back</button></form>'
+        f'{sure}<button class="danger" name="what" value="rollback">Roll back</button></form>'
     )
     return f"<h2>Controls</h2>{buttons}{back}"
