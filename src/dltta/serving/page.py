@@ -30,7 +30,7 @@ CHARTS = {  # fields of the log by what they are called here
     "Expected quality, with its 90 % interval": "quality",
     "Learning rate": "rate",
     "Discrepancy to similar earlier predictions": "discrepancy",
-    "OOD score": "ood_score",
+    "OOD score (source images: about 1)": "ood_score",
 }
 WORDS = {
     Outcome.ACCEPTED: "adapted, and the adapted model predicts",
@@ -296,7 +296,11 @@ def _reason(line: Fields) -> str:
         return f"the same image as {line['repeats']}"
     decision = line.get("decision")
     words = WORDS.get(Outcome(decision), str(decision)) if decision in set(map(str, Outcome)) else "predicted"
-    return f"{words}: {line['detail']}" if line.get("detail") else words
+    if decision == Outcome.ACCEPTED and line.get("candidate"):
+        best = "is expected to be best" if line.get("quality") is not None else "is given"
+        words = f"adapted: the candidate “{line['candidate']}” {best}"
+    low = "; its expected quality is low" if line.get("review") else ""
+    return f"{words}: {line['detail']}{low}" if line.get("detail") else f"{words}{low}"
 
 
 def _interval(line: Fields) -> str:
