@@ -36,28 +36,12 @@ from dltta.serving.journal import on_disk
 from dltta.serving.keys import Key
 from dltta.serving.service import Limits
 from dltta.serving.session import Request as ImageRequest
-from dltta.serving.shard import Shard, ShardSettings
+from dltta.serving.shard import ShardSettings
 from dltta.serving.site_rule import SiteRule
 from dltta.serving.verification import verify
+from services import InProcess
 
 ADMIN, SUBMIT, READ, OTHER = "admin-token", "submit-token", "read-token", "other-token"
-
-
-class InProcess(Cluster):
-    """A cluster of one shard without Ray."""
-
-    def start(self):
-        self.shard, self.started = Shard(self.settings), True
-
-    def stop(self):
-        self.shard.close()
-        self.started = False
-
-    async def _call(self, key, method, *args, **kwargs):
-        return await asyncio.to_thread(getattr(self.shard, method), *args, **kwargs)
-
-    async def memory(self):
-        return [{**self.shard.memory(), "shard": 0}]
 
 
 def grant(token, role, *sites):
