@@ -3,7 +3,9 @@
 import asyncio
 import os
 import random
+import re
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -106,6 +108,21 @@ def test_killed_shards_a_lost_machine_duplicates_and_disorder_change_nothing(mac
         assert states(stream) == states(tmp_path / f"serial {key.name}")
         assert verify(stream) == []
     assert cluster.restarts > 0  # some calls found their shard dead
+
+
+def test_the_files_for_several_machines_in_the_docs_are_such_files():
+    """That of `ray up` by Ray's own schema; that of KubeRay has a head and workers with one volume between them."""
+    import yaml
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    text = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
+    ours, kubernetes = map(yaml.safe_load, re.findall(r"```yaml\n(.*?)```", text, re.DOTALL))
+    validate_config(prepare_config(ours))
+    assert (kubernetes["apiVersion"], kubernetes["kind"]) == ("ray.io/v1", "RayCluster")
+    groups = [kubernetes["spec"]["headGroupSpec"], *kubernetes["spec"]["workerGroupSpecs"]]
+    for machine in (group["template"]["spec"] for group in groups):
+        assert [each["name"] for each in machine["volumes"]] == ["shared"]
+        assert machine["containers"][0]["volumeMounts"] == [{"name": "shared", "mountPath": "/shared"}]
 
 
 def test_a_stopped_service_leaves_folders_that_verify_and_goes_on_where_it_was(tmp_path):
