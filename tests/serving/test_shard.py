@@ -72,6 +72,7 @@ def test_a_disk_that_is_full_at_the_first_image_leaves_no_site_behind(shard, ask
         patch.setattr(f"dltta.serving.{place}", full)
         reply = shard.answer(KEY, asked[0])
     assert (reply.status, "No space left" in reply.detail) == ("unavailable", True)
+    assert "--resume" not in reply.detail  # nobody typed a command
     assert not list(shard.settings.root.glob("keys/*"))
     assert shard.answer(KEY, asked[0]).line["sequence"] == 1
 

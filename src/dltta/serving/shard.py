@@ -257,7 +257,7 @@ class Shard:
 
 
 def _without_place(error: DlttaError) -> str:
-    """What is wrong, without names of our own files."""
-    words = " ".join(str(error).split())
+    """What is wrong, without names of our own files or advice about a command that nobody typed."""
+    words = " ".join(str(error).split()).removesuffix(", then --resume")
     head, separator, rest = words.partition(": ")
     return rest if separator and "/" in head else words
