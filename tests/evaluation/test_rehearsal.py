@@ -21,8 +21,10 @@ from dltta.evaluation.rehearsal import (
     Stream,
     affordable,
     best_flip,
+    best_way,
     cut,
     framed,
+    gain_of,
     operations,
     rehearse,
     scores_of,
@@ -235,7 +237,7 @@ def test_worth_is_the_mean_less_what_is_lost_against_the_better_baseline():
 def test_signals_that_tell_the_better_candidate_lead_to_it_at_every_site():
     sites = {f"site {i}": recorded([0.9, 0.5, 0.7, 0.7] if i % 2 else [0.5, 0.9, 0.7, 0.7], i) for i in range(8)}
     sites["source"] = recorded([0.9, 0.8, 0.85, 0.85], 9)
-    found = tuned(Plan(("source", "batch")), sites, [])
+    _, found = tuned(Plan(("source", "batch")), sites, [])
     chosen = {site: table.mean() for site, table in found.given.items()}
     assert min(chosen.values()) > 0.85
     assert found.rehearsed.radius < 0.2  # scores reach from 0.5 to 0.9
@@ -246,15 +248,56 @@ def test_without_telling_signals_the_best_on_average_is_given_everywhere():
     sites = {name: recorded([0.6, 0.5, 0.8, 0.7], i) for i, name in enumerate(["source", *"abcdef"])}
     for record in sites.values():
         record.signals["source+batch"][:] = rng.normal(size=record.signals["source+batch"].shape)
-    found = tuned(Plan(("source", "batch")), sites, [])
-    assert found.rehearsed.policy.default == "mean"
-    assert np.mean([table.mean() for table in found.given.values()]) == pytest.approx(0.8, abs=0.01)
+    settled, choosing = tuned(Plan(("source", "batch")), sites, [])
+    assert (settled.rehearsed.policy.default, settled.rehearsed.policy.default_margin) == ("mean", rehearsal.ALWAYS)
+    assert np.mean([table.mean() for table in settled.given.values()]) == pytest.approx(0.8, abs=0.01)
+    assert gain_of(choosing.given, settled.given, sites, list(sites)).mean <= 0.0
+
+
+def test_one_candidate_is_given_whatever_is_expected_of_the_others():
+    sites = {name: recorded([0.6, 0.9, 0.7, 0.7], i) for i, name in enumerate(["source", *"abcdef"])}
+    settled, _ = tuned(Plan(("source", "batch")), sites, [])
+    policy = settled.rehearsed.policy
+    expected = np.array([[1.0, 0.0, 1.0, 1.0]])
+    assert policy.default == "batch"
+    assert policy.values(expected, expected, ("source", "batch", "mean", "entropy")).argmax(1).tolist() == [1]
+    assert np.concatenate(list(settled.given.values())) == pytest.approx(
+        np.concatenate([record.batch for record in sites.values()])
+    )
+
+
+def test_a_gain_is_the_mean_over_sites_with_its_standard_error():
+    records = {site: Recorded({}, {}, np.zeros(2), np.zeros(2), np.array([1.0, 3.0])) for site in "abc"}
+    one = {"a": np.array([0.5, 0.9]), "b": np.array([0.6, 0.6]), "c": np.array([0.4, 0.4])}
+    other = {"a": np.array([0.1, 0.5]), "b": np.array([0.5, 0.5]), "c": np.array([0.4, 0.4])}
+    found = gain_of(one, other, records, ["a", "b", "c"])  # gains 0.4, 0.1, 0
+    assert found.mean == pytest.approx(0.5 / 3)
+    assert found.error == pytest.approx(
+        np.sqrt(0.13 / 3) / np.sqrt(3)
+    )  # variance (7² + 2² + 5²) / 30² · 3 / 2 = 0.13 / 3
+    assert gain_of(one, other, records, ["a"]).error == 1.0  # one site says nothing about others
+
+
+@pytest.mark.parametrize(("differing", "chooses"), [(0.2, True), (0.7, False)])
+def test_choosing_must_gain_clearly_over_the_one_best_candidate(differing, chooses):
+    """Both gain 0.3 on average; at half of the sites one gains 0.1, the other loses 0.4."""
+    rng = np.random.default_rng(0)
+    records = {name: recorded([0.5] * 4, i) for i, name in enumerate(["source", *"abcde"])}
+    settled, choosing = tuned(Plan(("source", "batch")), records, [])
+    gains = [0.3 + (differing if i % 2 else -differing) for i in range(6)]
+    plain = {site: rng.random(10) for site in records}
+    given = {site: plain[site] + gain for site, gain in zip(records, gains, strict=True)}
+    one, many = replace(settled, given=plain, worth=0.5), replace(choosing, given=given, worth=0.4)
+    best, gain = best_way([(one, many)], records, list(records))
+    assert gain.mean == pytest.approx(0.3)
+    assert gain.error == pytest.approx(differing * np.sqrt(6 / 5) / np.sqrt(6))
+    assert best is (many if chooses else one)
 
 
 def test_the_review_threshold_spares_source_images_and_flags_harmful_ones():
     sites = {name: recorded([0.9, 0.8, 0.85, 0.85], i) for i, name in enumerate(["source", *"abcd"])}
     sites["noise"] = recorded([0.1, 0.1, 0.1, 0.1], 7)
-    found = tuned(Plan(("source", "batch")), sites, ["noise"]).rehearsed
+    found = tuned(Plan(("source", "batch")), sites, ["noise"])[1].rehearsed
     expected = {site: found.quality.expected(record.signals["source+batch"]) for site, record in sites.items()}
     assert (expected["noise"].max(1) < found.review_below).mean() >= 0.9
     assert (expected["source"].max(1) < found.review_below).mean() <= 0.05

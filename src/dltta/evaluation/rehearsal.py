@@ -48,7 +48,10 @@ WORK = 3.5e12  # multiplications that a rehearsal may take: minutes on two cores
 OVERHEAD = 2e6  # multiplications that the call of a layer takes as long as
 CROP = 32  # crops are multiples of this
 WEIGHTS = (0.0, 0.25, 0.5, 1.0)
-DEFAULT_MARGINS = (1.0, 0.1, 0.05, 0.02, 0.01, 0.0)  # 1: always the default
+ALWAYS = 2.0  # the margin by which the default is given whatever is expected: more than scores can differ by
+DEFAULT_MARGINS = (0.1, 0.05, 0.02, 0.01, 0.0)
+ALIKE = 5e-4  # difference in worth that does not count
+MUST_EXCEED = 2.0  # standard errors by which choosing must beat the one best candidate, or that one is always given
 SOURCE_MARGINS = (0.0, 0.01, 0.02, 0.05)
 SMOOTHING = 0.05  # of the usual size of a class
 EMPTY_SLICE = 0.15  # weight of a slice that shows nothing, beside 1 for one of usual size: volumes are scored whole
@@ -314,11 +317,15 @@ class Setup:
         found: dict[str, Any] = {}
         for effort in EFFORTS:
             tried = [tuned(plan, records, harmful, batch_size, related) for plan in self.plans(effort)]
-            best = max(tried, key=lambda each: each.worth)
+            best, gain = best_way(tried, records, [site for site in records if site not in harmful])
             found[effort] = {
                 **best.rehearsed.as_json(), "scores": best.table(records, harmful), "worth": best.worth,
+                "choosing": {"gain": gain.mean, "error": gain.error, "clear": gain.clear},
                 "signals": signal_errors(best.rehearsed.plan, records, related),
-                "tried": [{"plan": each.rehearsed.plan.as_json(), "worth": each.worth} for each in tried],
+                "tried": [
+                    {"plan": one.rehearsed.plan.as_json(), "worth": one.worth, "choosing": many.worth}
+                    for one, many in tried
+                ],
             }  # fmt: skip
         return found
 
@@ -470,33 +477,73 @@ def tuned(
     harmful: Sequence[str],
     batch_size: int = 1,
     related: Mapping[str, Collection[str]] | None = None,
-) -> Tuned:
-    """Fit the quality model and choose weight and margins; each site is judged by a fit without it and related ones."""
+) -> tuple[Tuned, Tuned]:
+    """The best of a plan that gives one candidate everywhere, and the best that chooses for each image.
+
+    The quality model, weight and margins are judged at sites that the fit saw neither themselves nor related ones of.
+    """
     name, names = _name(plan), plan.candidates
     related = related or {site: {site} for site in records}
     fitted = fitted_to(plan, records, related)
-    sites = [site for site in records if site not in harmful]
     smoothed = {site: _smoothed(expected, batch_size) for site, expected in fitted.left_out.items()}
+    sites = [site for site in records if site not in harmful]
     means = {site: records[site].mean(records[site].scores[name]) for site in sites}  # (K,) each
-    defaults = [names[_best_of(means, related[site])] for site in sites]
-    best: tuple[float, Policy, dict[str, Table]] | None = None
-    for default_margin, weight, source_margin in product(DEFAULT_MARGINS, WEIGHTS, SOURCE_MARGINS):
-        given = {}
-        for site, default in zip(sites, defaults, strict=True):
-            policy = Policy(default, weight, default_margin, source_margin)
-            chosen = policy.values(fitted.left_out[site], smoothed[site], names).argmax(1)
-            given[site] = records[site].scores[name][np.arange(len(chosen)), chosen]
-        worth = worth_of(given, records)
-        if best is None or worth > best[0] + 5e-4:  # the first of the alike trusts the default most
-            best = worth, Policy(names[_best_of(means)], weight, default_margin, source_margin), given
-    if best is None:
-        raise DataError("there is no policy to try")
-    worth, policy, given = best
-    rehearsed = _judged(plan, policy, fitted, smoothed, records, harmful)
-    for site in harmful:
+    best_elsewhere = {site: names[_best_of(means, related[site])] for site in sites}
+
+    def given_by(policy: Policy, site: str) -> Table:
+        """What a policy gives at a left-out site, where a default is the best of the other sites."""
+        if policy.default_margin < ALWAYS:
+            policy = replace(policy, default=best_elsewhere.get(site, policy.default))
         chosen = policy.values(fitted.left_out[site], smoothed[site], names).argmax(1)
-        given[site] = records[site].scores[name][np.arange(len(chosen)), chosen]
-    return Tuned(rehearsed, worth, given)
+        found: Table = records[site].scores[name][np.arange(len(chosen)), chosen]
+        return found
+
+    def best_of(policies: Sequence[Policy]) -> Tuned:
+        """The first of those that are worth alike."""
+        worths = [worth_of({site: given_by(policy, site) for site in sites}, records) for policy in policies]
+        policy, worth = next(each for each in zip(policies, worths, strict=True) if each[1] >= max(worths) - ALIKE)
+        given = {site: given_by(policy, site) for site in records}
+        return Tuned(_judged(plan, policy, fitted, smoothed, records, harmful), worth, given)
+
+    default = names[_best_of(means)]
+    margins = product(DEFAULT_MARGINS, WEIGHTS, SOURCE_MARGINS)
+    return (
+        best_of([Policy(each, default_margin=ALWAYS) for each in names]),
+        best_of([Policy(default, weight, margin, source) for margin, weight, source in margins]),
+    )
+
+
+@dataclass(frozen=True)
+class Gain:
+    """By how much one way of predicting scores better than another, and the standard error of that over sites."""
+
+    mean: float
+    error: float
+
+    @property
+    def clear(self) -> bool:
+        return self.mean > MUST_EXCEED * self.error
+
+
+def best_way(
+    tried: Sequence[tuple[Tuned, Tuned]], records: Mapping[str, Recorded], sites: Sequence[str]
+) -> tuple[Tuned, Gain]:
+    """Of plans that give one candidate everywhere and of those that choose, and what choosing gains.
+
+    Many policies were tried at few sites, and a real site is unlike all of them: choosing has to gain clearly.
+    """
+    settled, choosing = (max(every, key=lambda each: each.worth) for every in zip(*tried, strict=True))
+    gain = gain_of(choosing.given, settled.given, records, sites)
+    return (choosing if gain.clear else settled), gain
+
+
+def gain_of(
+    one: Mapping[str, Table], other: Mapping[str, Table], records: Mapping[str, Recorded], sites: Sequence[str]
+) -> Gain:
+    """Of scores (N,) by site over those of another way; one site says nothing about others."""
+    gains = np.array([records[site].mean(one[site] - other[site]) for site in sites])
+    error = float(gains.std(ddof=1) / np.sqrt(len(gains))) if len(gains) > 1 else 1.0
+    return Gain(float(gains.mean()), error)
 
 
 def _best_of(means: Mapping[str, Table], without: Collection[str] = ()) -> int:
