@@ -1,9 +1,11 @@
 """`dltta calibrate`, as a user types it, and what `dltta adapt` makes of it."""
 
 import json
+import pickle
 
 import pytest
 
+from dltta.evaluation import runners
 from streams import lines, save_model, typed, write_site
 
 pytestmark = pytest.mark.usefixtures("short_rehearsal", "no_power_cut")
@@ -86,3 +88,31 @@ def test_mistakes_are_one_line(dltta, tmp_path):
     (site / "dataset.json").write_text(json.dumps(described))
     code, _, err = dltta("calibrate", "-m", model, "-i", site)
     assert (code, "has segmentation of 2 classes" in err) == (2, True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("place", "options"),
+    [("Local", ("-j", "2")), ("Ray", ("--on", "ray")), ("Slurm", ("--on", "slurm", "--slurm", "cluster=local"))],
+)
+def test_streams_of_a_rehearsal_go_to_the_place_that_is_named_and_give_the_same_bytes(
+    dltta, tmp_path, monkeypatch, place, options
+):
+    ran = []
+
+    def run(self, tasks, *, threads, done, lost):
+        """What its workers do, in this process, the last one first."""
+        assert threads == 1
+        for task in reversed(tasks):
+            pickle.loads(pickle.dumps(task.call))()
+            ran.append(type(self).__name__)
+            done(task)
+
+    monkeypatch.setattr(getattr(runners, place), "run", run)
+    model, site = save_model(tmp_path / "model"), write_site(tmp_path / "site")
+    arguments = ("calibrate", "-m", model, "-i", site, "--threads", "1", "-o")
+    assert dltta(*arguments, tmp_path / "here")[0] == 0
+    assert ran == []
+    assert dltta(*arguments, tmp_path / "there", *options)[0] == 0
+    assert ran == [place] * 7
+    assert (tmp_path / "there" / "rehearsal.json").read_bytes() == (tmp_path / "here" / "rehearsal.json").read_bytes()
