@@ -2,7 +2,7 @@
 
 For every finished benchmark of configs/real in runs/real, nothing learned: what normalization by one image costs at
 the source site, where there is nothing to adapt to, and what it gives at target sites; and how large
-the discrepancy usually is.
+the discrepancy usually is. Without arguments: draws the numbers of docs/results/why.json again.
 Writes docs/results/why.json and docs/images/why.png; docs/figures/real.py puts the table on its page.
 """
 
@@ -27,6 +27,12 @@ from dltta.training.examples import gather, split_by_group
 DOCS = Path(__file__).parent.parent
 MOST = 24  # images of a site
 WAYS = {"source": "stored", "shrinkage": "shrinkage", "instance": "instance"}
+TASKS = {
+    "nuclei_tissue": "nuclei in tissue",
+    "oct_layers": "retinal layers",
+    "wbc_cells": "white blood cells",
+    "wbc_types": "cell types",
+}
 COLORS = {"source": "#888888", "shrinkage": "#1f6fb4", "instance": "#c0392b"}
 
 
@@ -41,7 +47,12 @@ def main(runs: Path, sites: str, tasks: list[str]) -> None:
                 found[config.stem] = measured(checkpoint, read_toml(config), sites)
                 print(config.stem, found[config.stem], flush=True)
     (DOCS / "results" / "why.json").write_text(json.dumps(found, indent=1) + "\n")
-    draw(found).savefig(DOCS / "images" / "why.png", dpi=120)
+    redraw()
+
+
+def redraw() -> None:
+    found = json.loads((DOCS / "results" / "why.json").read_text())
+    draw(found).savefig(DOCS / "images" / "why.png", dpi=150)
 
 
 def measured(checkpoint: Checkpoint, config: dict, root: str) -> dict:
@@ -91,18 +102,21 @@ def score(network: torch.nn.Module, pairs: list, checkpoint: Checkpoint) -> floa
 
 def draw(found: dict) -> Figure:
     rows = [(task, site, scores) for task, entry in found.items() for site, scores in entry["sites"].items()]
-    figure = Figure(figsize=(9, 0.42 * len(rows) + 1.2), layout="constrained")
+    figure = Figure(figsize=(6.2, 0.36 * len(rows) + 1.2), layout="constrained")
     axis = figure.subplots()
     for place, (_, _, scores) in enumerate(rows):
         axis.plot([min(scores.values()), max(scores.values())], [place, place], color="#dddddd", linewidth=2, zorder=1)
         for way, value in scores.items():
             axis.scatter(value, place, color=COLORS[way], s=36, zorder=2, label=WAYS[way] if place == 0 else None)
-    axis.set_yticks(range(len(rows)), [f"{task}, {site}" for task, site, _ in rows], fontsize=9)
+    axis.set_yticks(range(len(rows)), [f"{TASKS.get(task, task)}, {site}" for task, site, _ in rows])
     axis.invert_yaxis()
-    axis.set(xlim=(0, 100), xlabel="Dice or accuracy, one image at a time, nothing learned")
+    axis.set(xlim=(0, 100), xlabel="Dice or accuracy, nothing learned")
     axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside upper center", ncols=3, frameon=False, title="normalized by statistics")
+    figure.legend(loc="outside upper center", ncols=3, frameon=False, title="statistics of normalization")
     return figure
 
 
-main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
+if sys.argv[1:]:
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
+else:
+    redraw()
