@@ -159,7 +159,7 @@ class _Lines(Progress):
             self._say(self._tasks[task_id])
 
     def stop(self) -> None:
-        super().stop()
+        """Nothing was begun that would have to end; older versions of rich end with an empty line."""
         for task in self.tasks:
             self._say(task)
 
