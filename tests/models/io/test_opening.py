@@ -117,7 +117,8 @@ class TestCheckpoint:
         assert (chosen.prepare, chosen.window) == (opened.prepare, opened.window)
 
     @pytest.mark.parametrize(
-        ("image", "words"), [(flat_image(3), "images of 1 channels, this one has 3"), (flat_image(1, (4, 4, 4)), "3-D")]
+        ("image", "words"),
+        [(flat_image(3), "images of 1 channels, this one has 3; save it as grey"), (flat_image(1, (4, 4, 4)), "3-D")],
     )
     def test_an_image_that_does_not_fit_is_refused(self, tmp_path, image, words):
         save(tmp_path)

@@ -199,7 +199,8 @@ def require_shape(image: Image, spatial_dims: int, in_channels: int) -> None:
     if len(spatial) != spatial_dims:
         raise InputError(f"the network takes {spatial_dims}-D images, this one is {len(spatial)}-D {tuple(spatial)}")
     if channels != in_channels:
-        raise InputError(f"the network takes images of {in_channels} channels, this one has {channels}")
+        do = {(1, 3): "; save it as grey", (3, 1): "; save it as RGB"}.get((in_channels, channels), "")
+        raise InputError(f"the network takes images of {in_channels} channels, this one has {channels}{do}")
 
 
 def require_classes(probability: Tensor, classes: tuple[str, ...]) -> None:
