@@ -202,7 +202,7 @@ def test_images_are_read_when_asked_for(tmp_path):
     [
         ({"channel_names": None, "channel_name": {"0": "a"}}, "key 'channel_names' missing, found 'channel_name'"),
         ({"channel_names": None, "modality": {"0": "a"}}, "key 'channel_names' missing, found 'modality'"),
-        ({"labels": None}, "key 'labels' missing; see"),
+        ({"labels": None}, "key 'labels' missing; `dltta help sites`"),
         ({"file_ending": "png"}, "file_ending 'png'; use one of .nii"),
         ({"file_ending": ".jpg"}, "file_ending '.jpg'; use one of"),
         ({"task": "detection"}, "task 'detection'; use"),

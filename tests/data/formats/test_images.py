@@ -285,6 +285,21 @@ def test_flipped_bytes_give_an_image_or_a_data_error_and_nothing_else(tmp_path, 
             refused += 1
     assert refused > 5
 
+@pytest.mark.parametrize("frames", [[1 << 24], [3, 10_000_000]])  # three axes and four
+@pytest.mark.parametrize("read", [read_mask, read_geometry, read_image])
+def test_a_volume_that_promises_more_than_its_file_holds_takes_no_memory(tmp_path, monkeypatch, read, frames):
+    """nibabel would allocate it all before it reads."""
+    header = nib.Nifti2Header()
+    header.set_data_shape((9, 11, *frames))
+    header.set_data_dtype(np.int16)
+    (tmp_path / "huge.nii").write_bytes(header.binaryblock + bytes(1000))
+    asked = []
+    monkeypatch.setattr(nib.arrayproxy, "array_from_file", lambda *args, **kwargs: asked.append(args))
+    with pytest.raises(DataError, match="more than the file can hold"):
+        read(tmp_path / "huge.nii")
+    assert asked == []
+
+
 
 def test_a_header_that_promises_more_than_the_file_holds_is_refused_before_reading(tmp_path):
     save_nifti(tmp_path / "a.nii.gz", np.zeros((4, 4, 4), np.float32))

@@ -32,12 +32,11 @@ class NIfTI:
         return start[344:348] in (b"n+1\0", b"ni1\0") or start[4:8] in (b"n+2\0", b"ni2\0")
 
     def read_geometry(self, path: Path) -> Geometry:
-        header = _open(path).header
+        header = _open_whole(path).header
         affine = np.asarray(header.get_best_affine(), dtype=np.float64)
         shape = tuple(int(n) for n in header.get_data_shape())
         if len(shape) not in (2, 3):
             raise DataError(f"{path}: {len(shape)}-D NIfTI {shape}; save one 3-D file per channel or time point")
-        within_file(path, math.prod(shape) * header.get_data_dtype().itemsize)
         spacing = tuple(float(s) for s in voxel_sizes(affine)[: len(shape)])
         if 0 in shape or not np.isfinite(affine).all() or min(spacing) <= 0:
             raise DataError(f"{path}: size {shape} and spacing {spacing} describe no volume; correct the header")
@@ -47,7 +46,7 @@ class NIfTI:
         return self.read_classes(path)[None]
 
     def read_classes(self, path: Path) -> NDArray[Any]:
-        stored: NDArray[Any] = np.asanyarray(_open(path).dataobj)  # slope and intercept applied
+        stored: NDArray[Any] = np.asanyarray(_open_whole(path).dataobj)  # slope and intercept applied
         return stored
 
     def write_classes(self, file: BinaryIO, labels: NDArray[Any], like: Geometry, ending: str) -> None:
@@ -119,6 +118,14 @@ def _open(path: Path) -> Any:
         raise ValueError(str(error)) from error
     if not isinstance(image, nib.Nifti1Image | nib.Nifti2Image):
         raise DataError(f"{path}: {type(image).__name__} instead of NIfTI; convert it")
+    return image
+
+
+def _open_whole(path: Path) -> Any:
+    """Refused where the header promises more than the file can hold: nibabel takes that memory before it reads."""
+    image = _open(path)
+    shape = [int(length) for length in image.header.get_data_shape()]
+    within_file(path, math.prod(shape) * image.header.get_data_dtype().itemsize)
     return image
 
 
