@@ -205,15 +205,16 @@ def test_the_page_of_instance_normalization_counts_gains_over_the_source_model()
         return {"source": source, "simulated 1": simulated[0], "simulated 2": simulated[1], "elsewhere": away}
 
     seeds = {
-        "0": {"source": run((40, 60), 90, 50), "matched": run((50, 64), 90, 45), "sar": run((40.1, 60), 90, 50)},
-        "1": {"source": run((42, 60), 92, 50), "matched": run((50, 60), 92, 47), "sar": run((42.1, 60), 92, 50)},
+        "0": {"source": run((40, 60), 90, 50), "matched": run((50, 64), 90, 45), "sar": run((40.2, 60), 90, 50)},
+        "1": {"source": run((42, 60), 92, 50), "matched": run((50, 60), 92, 47), "sar": run((42.2, 60), 92, 50)},
     }
     tasks = {"a": {"title": "A task, small", "seeds": seeds}}
-    text = instance_norm_page.page({"sites": 2, "images": 4, "dtta_updates": 50, "tasks": tasks})
-    assert "| **source model** | nothing | 50.5 | 41.0 |  | 91.0 | 50.0 |" in text
+    text = instance_norm_page.page({"sites": 2, "images": 4, "dtta_updates": {"2": 50, "3": 10}, "tasks": tasks})
+    assert "## A task, small; training seeds: 2\n" in text
+    assert "| **source model** | nothing | 50.5 | 50.0 … 51.0 | 41.0 |  | 91.0 | 50.0 |" in text
     values = "the image's values, mapped to the source's"
-    assert f"| matched | {values} | +5.5 | +2.0 | 2 / 0 of 2 | +0.0 | -4.0 |" in text
-    assert "| sar | scale and shift | +0.1 | +0.0 | 0 / 0 of 2 | +0.0 | +0.0 |" in text
+    assert f"| matched | {values} | +5.5 | +4.0 … +7.0 | +2.0 | 2 / 0 of 2 | +0.0 | -4.0 |" in text
+    assert "| sar | scale and shift | +0.1 | +0.1 … +0.1 | +0.0 | 0 / 0 of 2 | +0.0 | +0.0 |" in text
     assert "every task, and no worse at the source: matched." in text
     assert "Next to nothing either way: sar." in text
     assert "Cost more than half a point at the source site itself: none." in text

@@ -285,6 +285,7 @@ def test_flipped_bytes_give_an_image_or_a_data_error_and_nothing_else(tmp_path, 
             refused += 1
     assert refused > 5
 
+
 @pytest.mark.parametrize("frames", [[1 << 24], [3, 10_000_000]])  # three axes and four
 @pytest.mark.parametrize("read", [read_mask, read_geometry, read_image])
 def test_a_volume_that_promises_more_than_its_file_holds_takes_no_memory(tmp_path, monkeypatch, read, frames):
@@ -298,7 +299,6 @@ def test_a_volume_that_promises_more_than_its_file_holds_takes_no_memory(tmp_pat
     with pytest.raises(DataError, match="more than the file can hold"):
         read(tmp_path / "huge.nii")
     assert asked == []
-
 
 
 def test_a_header_that_promises_more_than_the_file_holds_is_refused_before_reading(tmp_path):
