@@ -76,7 +76,7 @@ def _paper(results: Results, pair: Pair) -> str:
 
 def _recommended(results: Results, pair: Pair, reached: float, away: float) -> str:
     text = "The default of dltta adapt has rehearsed at home, on images made to look like those of other scanners. "
-    text += f"Each image gets the prediction expected to be best: {points(reached)}, "
+    text += f"What proved best there is given: {points(reached)}, "
     text += f"{_difference(reached, away)} no adaptation"
     if (statistics := mean_score(results, pair, PTBN)) is not None:
         text += f", {_difference(reached, statistics)} statistics only"
