@@ -13,11 +13,11 @@ from dltta.serving.page import _reason
         ({"decision": "accepted"}, "adapted, and the adapted model predicts"),
         (
             {"decision": "accepted", "candidate": "running", "quality": 0.9, "review": False},
-            "adapted: the candidate “running” is expected to be best",
+            "adapted: the candidate “running” is given, by rehearsal",
         ),
         (
             {"decision": "accepted", "candidate": "running", "quality": 0.4, "review": True},
-            "adapted: the candidate “running” is expected to be best; its expected quality is low",
+            "adapted: the candidate “running” is given, by rehearsal; its expected quality is low",
         ),
         ({"decision": "accepted", "candidate": "entropy"}, "adapted: the candidate “entropy” is given"),
         (

@@ -62,7 +62,7 @@ class Policy:
     """How the candidate is chosen from what is expected of each.
 
     `weight` of this image, the rest of the stream's mean. `default` is the candidate that was best in rehearsal; it and
-    the source model are preferred by margins.
+    the source model are preferred by margins; a margin above 1 gives the default whatever is expected.
     """
 
     default: str
@@ -322,7 +322,7 @@ class ChoosingAdapter(Adapter):
         self._recollection = Recollection(self._batch_size)
 
     def step(self, x: Tensor, *, case: str | None = None) -> GuardedStep:
-        """Predict one batch x (B, C, *spatial) by the candidate that is expected to be best for each image."""
+        """Predict one batch x (B, C, *spatial) by the candidate that the policy gives each image."""
         stream = self._stream.state_dict()
         try:
             with self._all_or_nothing(case), torch.inference_mode(False), torch.no_grad():
@@ -460,6 +460,6 @@ def _decision(name: str, expected: Expected | None) -> Decision:
     """The source model, or an adapted prediction."""
     if name == SOURCE:
         return Decision(
-            Outcome.SOURCE, Reason.QUALITY, "the source model is expected to be best", None, (), name, expected
+            Outcome.SOURCE, Reason.QUALITY, "the source model is given, by rehearsal", None, (), name, expected
         )
     return Decision(Outcome.ACCEPTED, candidate=name, expected=expected)

@@ -297,8 +297,8 @@ def _reason(line: Fields) -> str:
     decision = line.get("decision")
     words = WORDS.get(Outcome(decision), str(decision)) if decision in set(map(str, Outcome)) else "predicted"
     if decision == Outcome.ACCEPTED and line.get("candidate"):
-        best = "is expected to be best" if line.get("quality") is not None else "is given"
-        words = f"adapted: the candidate “{line['candidate']}” {best}"
+        given = "is given, by rehearsal" if line.get("quality") is not None else "is given"
+        words = f"adapted: the candidate “{line['candidate']}” {given}"
     low = "; its expected quality is low" if line.get("review") else ""
     return f"{words}: {line['detail']}{low}" if line.get("detail") else f"{words}{low}"
 
