@@ -1,4 +1,4 @@
-"""`dltta data check` and `dltta data card` as somebody types them."""
+"""`dltta data check`, `dltta data phantom` and `dltta data card` as somebody types them."""
 
 import json
 
@@ -67,3 +67,29 @@ def test_another_layout_is_checked_when_asked_for(dltta, tmp_path):
 def test_a_card_says_what_a_data_set_is(dltta):
     code, out, _ = dltta("data", "card", "oct")
     assert (code, out.startswith("### ")) == (0, True)
+
+
+def test_synthetic_images_are_a_site_to_try_things_with(dltta, tmp_path):
+    given = ("data", "phantom", "oct", "cirrus", "-o", tmp_path / "b", "-n", "2", "--size", "96x32")
+    assert dltta(*given)[:2] == (0, f"{tmp_path / 'b'}: 2 synthetic cases of cirrus, oct segmentation\n")
+    assert dltta("data", "check", tmp_path / "b")[:2] == (0, f"{tmp_path / 'b'}: nothing is wrong\n")
+    assert {path.name for path in (tmp_path / "b" / "imagesTr").iterdir()} == {
+        "cirrus_0000_0000.png",
+        "cirrus_0001_0000.png",
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("oct", "cirus"), "there is no oct site 'cirus'; did you mean 'cirrus'?"),
+        (("ct", "cirrus"), "'ct' is not one of 'oct', 'histology', 'prostate'"),
+        (("oct", "cirrus", "--size", "8x8"), "size (8, 8) does not suit oct; give at least (96, 32)"),
+        (("oct", "cirrus", "-n", "0"), "count is 0"),
+        (("oct", "cirrus", "--seed", "-1"), "seed is -1; choose 0 or more"),
+    ],
+)
+def test_a_wrong_word_about_synthetic_images_is_one_line(dltta, tmp_path, given, words):
+    code, _, err = dltta("data", "phantom", *given, "-o", tmp_path / "b")
+    assert (code, err.count("\n"), words in err) == (2, 1, True), err
+    assert not list(tmp_path.iterdir())

@@ -77,6 +77,7 @@ def test_choices_are_those_that_the_library_knows():
     from dltta.data.case import Task
     from dltta.data.check import PUBLISHED
     from dltta.data.inbox import Order
+    from dltta.data.phantom import SITES
     from dltta.evaluation.demo import TASKS
     from dltta.models.nets.architecture import BUILDERS
     from dltta.serving.settings import Deployment
@@ -88,6 +89,7 @@ def test_choices_are_those_that_the_library_knows():
     assert set(options.StreamMode) == {*recipes.Mode, *Deployment} - {Deployment.LIVE}
     assert tuple(options.Order) == get_args(Order)
     assert (*TASKS, "all") == tuple(options.DemoTask)
+    assert tuple(SITES) == tuple(options.PhantomTask)
     assert tuple(PUBLISHED) == tuple(options.PublishedData)
     assert ("own", *PUBLISHED) == tuple(options.DataKind)
     assert set(options.Network) < set(BUILDERS)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dltta.cli.options import DataKind, Json, PublishedData, add_command
+from dltta.cli.options import DataKind, Json, PhantomTask, PublishedData, add_command, split_size
 
 if TYPE_CHECKING:
     from dltta.data.sites import Problem
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="Look at data sets: what is missing or malformed, and what the paper's data sets are.",
-    epilog="Examples:\n\n```text\ndltta data check data/hospital_a\ndltta data card oct\n```",
+    help="Data sets: what is missing or malformed in one, synthetic ones to try things with, and what the paper's are.",
+    epilog="Examples:\n\n```text\ndltta data check data/hospital_a\ndltta data phantom oct cirrus -o data/hospital_b\n"
+    "dltta data card oct\n```",
 )
 NAMED = 3  # files that one cause is shown with
 
@@ -88,5 +89,48 @@ def card(name: Annotated[PublishedData, typer.Argument(metavar="NAME", help="oct
     typer.echo(read_card(name.value).markdown())
 
 
-for command in (check, card):
+def phantom(
+    task: Annotated[
+        PhantomTask,
+        typer.Argument(metavar="TASK", help="oct (masks of layers), histology (classes) or prostate (3-D masks)."),
+    ],
+    site: Annotated[
+        str,
+        typer.Argument(
+            metavar="SITE",
+            help="oct: spectralis, cirrus. histology: hospital_0 to hospital_4. prostate: RUNMC, BMC, I2CVB, UCL, "
+            "BIDMC, HK. The first one is the source.",
+        ),
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="Site folder to write; a new one.")],
+    count: Annotated[int, typer.Option("-n", "--count", metavar="N", help="How many cases.")] = 24,
+    seed: Annotated[int, typer.Option(metavar="N", help="Another seed draws other patients.")] = 0,
+    size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Size of the images, such as 128x64.",
+            show_default="128x256, 64x64 or 48x48x32",
+        ),
+    ] = None,
+) -> None:
+    """Write synthetic images of a scanner with their labels, to try the other commands without data of your own.
+
+    No pixel comes from a patient (docs/phantoms.md).
+
+    Examples:
+        dltta data phantom oct spectralis -o data/hospital_a
+        dltta data phantom oct cirrus -o data/hospital_b -n 12 --seed 1
+    """
+    from dltta.cli.progress import bars
+    from dltta.data.phantom import phantom as make
+    from dltta.data.phantom.folder import write_site
+
+    cases = make(task.value, site, count, seed=seed, size=split_size(size))
+    with bars() as listener:
+        write_site(cases, output, progress=listener.count("draw"))
+    typer.echo(f"{output}: {count} synthetic cases of {site}, {task.value} {cases.task}")
+
+
+for command in (check, phantom, card):
     add_command(app, command)

@@ -89,6 +89,14 @@ class DemoTask(StrEnum):
     ALL = "all"
 
 
+class PhantomTask(StrEnum):
+    """Kinds of synthetic images."""
+
+    OCT = "oct"
+    HISTOLOGY = "histology"
+    PROSTATE = "prostate"
+
+
 class PublishedData(StrEnum):
     """The paper's data sets."""
 
