@@ -1,11 +1,18 @@
 """`dltta calibrate`, as a user types it, and what `dltta adapt` makes of it."""
 
+import csv
 import json
 import pickle
 
 import pytest
 
+from dltta.data.phantom import folder as phantom_folder
+from dltta.data.phantom import phantom
+from dltta.data.preprocessing import Preprocessing
 from dltta.evaluation import runners
+from dltta.models.io.checkpoint import Checkpoint, save_checkpoint
+from dltta.models.nets.architecture import Architecture
+from networks import trained
 from streams import lines, save_model, typed, write_site
 
 pytestmark = pytest.mark.usefixtures("short_rehearsal", "no_power_cut")
@@ -64,6 +71,30 @@ def test_a_stopped_stream_of_a_rehearsed_model_goes_on_as_if_it_had_never_stoppe
         return told, [path.read_bytes() for path in sorted(folder.glob("*.png"))]
 
     assert kept(tmp_path / "parts") == kept(tmp_path / "whole")
+
+
+@pytest.mark.long
+def test_a_rehearsed_classification_is_verified_and_scored_by_its_classes_alone(dltta, tmp_path):
+    """The table also has the expected quality of each image, which is no class."""
+    site, model = tmp_path / "site", tmp_path / "model"
+    made = phantom("histology", "hospital_0", 24, size=(32, 32))
+    phantom_folder.write_site(made, site)
+    architecture = Architecture("densenet_small", 2, 3, 2, {})
+    network = trained(architecture.build(seed=3))
+    save_checkpoint(model, Checkpoint(network, architecture, made.task, made.classes, Preprocessing("scale", 255.0)))
+    assert dltta("calibrate", "-m", model, "-i", site)[0] == 0
+    assert dltta("adapt", "-m", model, "-i", site, "-o", tmp_path / "out", "--batch-size", "8")[0] == 0
+    with (tmp_path / "out" / "predictions.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    expected = ["quality", "quality_low", "quality_high", "review"]
+    assert [*rows[0]] == ["image", "prediction", *made.classes, *expected]
+    code, out, _ = dltta("state", "verify", tmp_path / "out")
+    assert (code, out) == (0, f"{tmp_path / 'out'}: the record is as it was written\n")
+    right = [row["prediction"] == made.classes[made[index].label] for index, row in enumerate(rows)]
+    for given in (tmp_path / "out", tmp_path / "out" / "predictions.csv"):
+        code, out, err = dltta("evaluate", "-p", given, "-l", site / "labels.csv", "--json")
+        assert (code, err.startswith("score 24/24 ")) == (0, True)
+        assert json.loads(out)["metrics"]["accuracy"] == pytest.approx(sum(right) / len(right))
 
 
 def test_images_without_labels_give_what_needs_none_and_it_is_said(dltta, tmp_path):

@@ -37,6 +37,27 @@ def test_missing_and_misshapen_predictions_are_named(tmp_path):
         score_folders(labels, tmp_path / "none")
 
 
+@pytest.mark.parametrize("name", ["labelsTr", "labelsTs", "labels.csv"])
+def test_a_site_instead_of_its_labels_says_which_to_give(tmp_path, name):
+    predictions = masks(tmp_path / "predictions", a=LABEL)
+    if name == "labels.csv":
+        (tmp_path / "site").mkdir()
+        (tmp_path / "site" / name).write_text("image,label\na.png,cat\n")
+    else:
+        masks(tmp_path / "site" / name, a=LABEL)
+    with pytest.raises(DataError, match=rf"site holds no masks; give .*site/{name}$"):
+        score_folders(predictions, tmp_path / "site")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"empty holds no masks; give a folder of masks or a labels\.csv$"):
+        score_folders(predictions, tmp_path / "empty")
+
+
+def test_predictions_that_are_not_there_are_told_so(tmp_path):
+    labels = masks(tmp_path / "labels", a=LABEL)
+    with pytest.raises(DataError, match=r"there is no folder .*nowhere; give the output folder of dltta adapt$"):
+        score_folders(tmp_path / "nowhere", labels)
+
+
 def test_labels_that_are_no_class_numbers_are_refused(tmp_path):
     """Masks of 0 and 255, or images instead of labels, would otherwise score 0 without a word."""
     predictions = masks(tmp_path / "predictions", a=LABEL)
@@ -67,6 +88,11 @@ def test_tables_of_probabilities(tmp_path):
     record = score_folders(predictions, labels)
     assert record.metrics["accuracy"] == 0.5
     assert [row.metrics["accuracy"] for row in record.cases] == [1.0, 0.0]
+    predictions.write_text(
+        "image,prediction,cat,dog,quality,quality_low,quality_high,review\n"
+        "a.png,cat,0.6,0.4,0.9,0.8,1.0,False\nb.png,cat,0.7,0.3,,,,\n"
+    )
+    assert score_folders(predictions, labels).metrics["accuracy"] == 0.5  # what is expected of a case is no class
     predictions.write_text("image,cat\na.png,1\n")
     with pytest.raises(DataError, match="no column for class 'dog'"):
         score_folders(predictions, labels)

@@ -16,6 +16,7 @@ from dltta.errors import DataError
 from dltta.evaluation.run import CaseRecord, StreamRecord, stream_metrics, with_scores
 from dltta.files import csv_table, from_csv
 from dltta.metrics import score_classification, score_segmentation
+from dltta.quality.decision import EXPECTED
 
 Progress = Callable[[int, int], None]
 
@@ -27,7 +28,8 @@ def score_folders(predictions: Path, labels: Path, *, progress: Progress = lambd
     prediction. A table may be given by the folder of its `predictions.csv`.
     """
     if labels.is_file():
-        return _score_table(predictions / "predictions.csv" if predictions.is_dir() else predictions, labels)
+        table = predictions / "predictions.csv" if predictions.is_dir() else predictions
+        return _score_table(table, labels, progress)
     if not labels.is_dir():
         raise DataError(f"there is no {labels}; give a folder of masks or a labels.csv")
     return _score_masks(predictions, labels, progress)
@@ -46,7 +48,10 @@ def record_csv(record: StreamRecord) -> str:
 def _score_masks(predictions: Path, labels: Path, progress: Progress) -> StreamRecord:
     files = sorted(file for file in labels.iterdir() if file.is_file() and ending(file))
     if not files:
-        raise DataError(f"{labels} holds no masks")
+        inside = [labels / name for name in ("labelsTr", "labelsTs", "labels.csv") if (labels / name).exists()]
+        raise DataError(f"{labels} holds no masks; give {inside[0] if inside else 'a folder of masks or a labels.csv'}")
+    if not predictions.is_dir():
+        raise DataError(f"there is no folder {predictions}; give the output folder of dltta adapt")
     missing = [file.name for file in files if not (predictions / file.name).is_file()]
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
@@ -92,10 +97,10 @@ def _logged_classes(log: Path) -> tuple[str, ...]:
     return tuple(map(str, classes)) if isinstance(classes, list) else ()
 
 
-def _score_table(predictions: Path, labels: Path) -> StreamRecord:
+def _score_table(predictions: Path, labels: Path, progress: Progress) -> StreamRecord:
     truth = {row["image"]: row["label"] for row in _read(labels, {"image", "label"})}
     rows = _read(predictions, {"image"})
-    classes = [name for name in rows[0] if name not in ("image", "prediction")]
+    classes = [name for name in rows[0] if name not in ("image", "prediction", *EXPECTED)]
     unknown = sorted(set(truth.values()) - set(classes))
     if unknown:
         raise DataError(f"{predictions} has no column for class {unknown[0]!r}; it has {', '.join(classes) or 'none'}")
@@ -110,6 +115,7 @@ def _score_table(predictions: Path, labels: Path) -> StreamRecord:
         for name, row, value in zip(truth, probabilities, values, strict=True)
     )
     task: Task = "classification"
+    progress(len(cases), len(cases))
     return StreamRecord(labels.parent.name, task, score_classification(probabilities, values), cases)
 
 

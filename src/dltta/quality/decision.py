@@ -41,6 +41,7 @@ class Reason(StrEnum):
 
 
 SEVERITY = tuple(Outcome)
+EXPECTED = ("quality", "quality_low", "quality_high", "review")  # what is expected of a prediction, in log and tables
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ import numpy as np
 
 from dltta.errors import StateError
 from dltta.files import csv_table, open_in_place, write_atomically
+from dltta.quality.decision import EXPECTED
 from dltta.serving.journal import Fields, Journal, Line, on_disk
-
-QUALITY = ("quality", "quality_low", "quality_high", "review")
 
 
 class StreamIndex:
@@ -101,7 +100,7 @@ class PredictionTable:
 
     def __init__(self, path: Path, classes: Sequence[str], *, quality: bool = False) -> None:
         self.path, self.classes = path, classes
-        self.more = QUALITY if quality else ()  # columns
+        self.more = EXPECTED if quality else ()  # columns
 
     def text(self, entries: Iterable[Mapping[str, Any]]) -> str:
         rows = (self._row(entry) for entry in entries if _predicted(entry))

@@ -9,6 +9,7 @@ OUT/
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from os.path import realpath
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ class Record:
         self.index = StreamIndex(journal)
         classes = description["classes"] if description["task"] == "classification" else None
         self.table = (
-            None if classes is None else PredictionTable(output / TABLE, classes, quality=_expects(description))
+            None if classes is None else PredictionTable(output / TABLE, classes, quality=expects_quality(description))
         )
         if self.table is not None:
             self.table.rewrite(line.entry for line in journal)
@@ -116,7 +117,7 @@ class Record:
         journal.append([{"event": "start", **description, **first}])
 
 
-def _expects(description: Mapping[str, Any]) -> bool:
+def expects_quality(description: Mapping[str, Any]) -> bool:
     """Whether predictions of this stream come with an expected quality."""
     return bool(description.get("rehearsed")) and description["recipe"]["method"] == RECOMMENDED
 
@@ -128,6 +129,19 @@ def require_own_place(output: Path) -> None:
             raise SettingError(f"{output} lies in the model {folder}; choose a folder of its own for the predictions")
         if folder != output and (folder / LOG).is_file() and (folder / STATE).is_dir():
             raise SettingError(f"{output} lies in the stream of {folder}; choose a folder of its own")
+
+
+def require_apart(images: Path, output: Path) -> None:
+    """Images and predictions need a folder each: no prediction is ever taken for an image, every file is in the log.
+
+    A folder of images is looked through one level deep, and in a site folder or in `images` first, so that a folder of
+    predictions in it is taken for one of images sooner or later.
+    """
+    source, target = Path(realpath(images)), Path(realpath(output))  # unlike `resolve`, no error where links go round
+    if source.is_dir() and target.is_relative_to(source):
+        raise SettingError(f"{output} lies in {images}, where images are looked for; choose a folder outside of it")
+    if source.is_relative_to(target):
+        raise SettingError(f"{images} lies in {output}; choose a folder for the predictions that holds no images")
 
 
 def require_schema(description: Mapping[str, Any], output: Path) -> None:

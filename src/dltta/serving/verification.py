@@ -13,7 +13,7 @@ from dltta.errors import SettingError, StateError
 from dltta.serving.index import PredictionTable
 from dltta.serving.journal import START, Fields, read_head, unfinished, walk, wrong_end
 from dltta.serving.maintenance import require_log
-from dltta.serving.record import LOG, STATE, TABLE
+from dltta.serving.record import LOG, STATE, TABLE, expects_quality
 from dltta.serving.signing import Signer
 from dltta.serving.state import StateFolder
 from dltta.serving.written import FILES, sha256
@@ -138,7 +138,7 @@ def _table(output: Path, begun: Fields) -> Iterator[str]:
     """A table that differs from the log; after a crash it may end earlier."""
     if begun.get("task") != "classification":
         return
-    table = PredictionTable(output / TABLE, begun["classes"])
+    table = PredictionTable(output / TABLE, begun["classes"], quality=expects_quality(begun))
     if not table.path.is_file():
         yield f"{table.path} is missing; resume the stream to write it again"
         return
