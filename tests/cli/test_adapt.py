@@ -55,6 +55,19 @@ def classifier(): return Bright(2, 3, False)
 """
 
 
+FIXED = """
+
+class Fixed(Bright):
+    def forward(self, x):
+        if x.shape[-2:] != (20, 20):
+            raise ValueError("images of 20x20 only")
+        return super().forward(x)
+
+
+def fixed(): return Fixed(2, 1, True)
+"""
+
+
 pytestmark = pytest.mark.usefixtures("no_power_cut")
 
 
@@ -339,6 +352,16 @@ class TestModels:
         done, _, err = dltta("state", "export", output, "-m", code("grey"), "-o", tmp_path / "other")
         assert (done, "adapted another network than this one" in err) == (2, True)
 
+    def test_a_network_for_one_size_is_tried_out_with_the_size_that_is_said(self, dltta, folders, tmp_path):
+        images, output = folders
+        write_images(images, 2, size=(20, 20))
+        (tmp_path / "fixed.py").write_text(CODE + FIXED)
+        given = ("adapt", "-m", f"{tmp_path / 'fixed.py'}:fixed", "-i", images, "-o", output)
+        done, _, err = dltta(*given)
+        assert (done, err.count("\n")) == (2, 1)
+        assert "cannot be tried out (images of 20x20 only); say what it takes: --channels 3, --resize 128x128" in err
+        assert dltta(*given, "--resize", "20x20")[0] == 0
+
     def test_a_checkpoint_adapts_and_is_exported_in_both_ways(self, dltta, checkpoint, folders, tmp_path):
         images, output = folders
         write_images(images, 3, size=(20, 24))
@@ -503,12 +526,40 @@ class TestErrors:
         assert (done, err.count("\n")) == (2, 1)
         assert "error: /sys/predictions: cannot be written" in err
 
-    def test_predictions_among_the_images(self, dltta, code, folders):
+    @pytest.mark.parametrize("inside", [".", "predictions", "images", "new/deeper"])
+    def test_predictions_do_not_lie_among_the_images(self, dltta, code, folders, inside):
+        images, output = folders
+        write_images(images, 1)
+        output.symlink_to(images / inside)
+        for place in (images / inside, output):
+            done, _, err = dltta("adapt", "-m", code("grey"), "-i", images, "-o", place)
+            assert (done, err.count("\n")) == (2, 1)
+            assert f"error: {place} lies in {images}, where images are looked for; choose a folder outside" in err
+        assert [path.name for path in images.iterdir()] == ["case_0.png"]
+
+    def test_predictions_of_a_site_never_become_its_test_images(self, dltta, code, folders):
+        """Without imagesTs its images are those of imagesTr, with it those of imagesTs."""
+        site, _ = folders
+        write_images(site / "imagesTr", 1)
+        (site / "dataset.json").write_text("{}")
+        done, _, err = dltta("adapt", "-m", code("grey"), "-i", site, "-o", site / "imagesTs")
+        assert (done, "lies in" in err, (site / "imagesTs").exists()) == (2, True, False)
+
+    def test_images_do_not_lie_among_the_predictions(self, dltta, code, folders):
         images, _ = folders
         write_images(images, 1)
-        done, _, err = dltta("adapt", "-m", code("grey"), "-i", images, "-o", images)
-        assert (done, err.count("\n")) == (2, 1)
-        assert sorted(path.name for path in images.iterdir() if path.is_file()) == ["case_0.png"]
+        for given in (images, images / "case_0.png"):
+            done, _, err = dltta("adapt", "-m", code("grey"), "-i", given, "-o", images.parent)
+            assert (done, err.count("\n")) == (2, 1)
+            assert f"error: {given} lies in {images.parent}; choose a folder for the predictions" in err
+        assert not (images.parent / "state").exists()
+
+    def test_a_single_image_may_lie_beside_the_folder_of_its_prediction(self, dltta, code, folders):
+        images, _ = folders
+        write_images(images, 2)
+        given = ("-i", images / "case_0.png", "-o", images / "predictions")
+        assert dltta("adapt", "-m", code("grey"), *given)[0] == 0
+        assert (images / "predictions" / "case_0.png").is_file()
 
     def test_a_second_stream_into_the_same_folder(self, dltta, code, folders):
         images, output = folders

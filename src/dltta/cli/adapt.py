@@ -345,6 +345,7 @@ def adapt(
     from dltta.cli.progress import bars
     from dltta.serving.folder import Stream
     from dltta.serving.maintenance import predicted_names
+    from dltta.serving.record import require_apart
 
     messages = Messages(writing.messages)
     if writing.messages is not None and writing.messages.resolve().is_relative_to(output.resolve()):
@@ -353,6 +354,7 @@ def adapt(
         )
     source = own.source(model, patch=split_size(adapting.patch))
     cases = arriving.cases(images, predicted_names(output) if writing.resume and arriving.watch else ())
+    require_apart(images, output)
     opened = source.open()
     opened.model.to(require_device(device))
     settings = StreamSettings(

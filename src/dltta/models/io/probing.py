@@ -41,7 +41,8 @@ def probe(model: nn.Module, *, in_channels: int | None = None, size: Sequence[in
         _require_logits(model, logits)
         return Probe(_task(logits, spatial), len(spatial), channels, spatial, logits.shape[1])
     raise SettingError(
-        f"{type(model).__name__} cannot be tried out ({failure}); say what it takes: --size 128x128, --channels 3"
+        f"{type(model).__name__} cannot be tried out ({failure}); say what it takes: --channels 3, --resize 128x128 "
+        "(inspect: --size 128x128)"
     )
 
 
