@@ -2,7 +2,7 @@
 
 import math
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import StrEnum
 from functools import partial
@@ -124,11 +124,17 @@ def make_choosing(model: Checkpoint | OpenedModel, recipe: Recipe) -> ChoosingAd
     saved = model.rehearsal
     if saved is None:
         return ChoosingAdapter(model.model, batch_size=batch_size, mode=mode)
-    nearest = min(saved["batch_sizes"], key=lambda size: abs(math.log(int(size)) - math.log(batch_size)))
+    nearest = nearest_rehearsed(saved, batch_size)
     values = SourceValues(tuple(map(tuple, saved["values"]["mean"])), tuple(saved["values"]["spread"]))
     yardstick = Yardstick(Usual.from_json(saved["usual"]), values, model.calibration)
     rehearsed = Rehearsed.from_json(saved["batch_sizes"][nearest][recipe.effort.value])
     return ChoosingAdapter(model.model, rehearsed, yardstick, batch_size=batch_size, mode=mode)
+
+
+def nearest_rehearsed(rehearsal: Mapping[str, Any], batch_size: int) -> str:
+    """The batch size, as a key of the rehearsal, whose findings a stream in batches of this size runs with."""
+    sizes: Iterable[str] = rehearsal["batch_sizes"]
+    return min(sizes, key=lambda size: abs(math.log(int(size)) - math.log(batch_size)))
 
 
 def make_statistics(recipe: Recipe, calibration: Calibration | None) -> NormalizationStatistics:

@@ -373,6 +373,19 @@ def test_a_model_folder_keeps_its_rehearsal_and_refuses_that_of_another_network(
 
 
 @pytest.mark.usefixtures("short_rehearsal")
+def test_the_mean_of_every_candidate_is_kept_over_all_sites_but_harmful_ones(trained_model):
+    found = rehearse(open_model(str(trained_model)), [blob(seed) for seed in range(20, 24)])
+    kept, default = found["candidates"]["1"], found["batch_sizes"]["1"]["default"]
+    plan = Plan(tuple(default["plan"]["arms"]), default["plan"]["flip"])
+    rows = [row["candidates"] for row in default["scores"] if row["site"] not in rehearsal.REFUSED]
+    assert len(rows) == len(default["scores"]) - 3
+    for full, name in zip(plan.full_names, plan.candidates, strict=True):
+        assert kept[full] == pytest.approx(np.mean([row[name] for row in rows]))
+    assert {"source", "batch", "blended", "running", "pooled", "tent:0.03", "tent:0.1"} <= set(kept)
+    assert "entropy of source+batch+tent:0.03+tent:0.1" in kept
+
+
+@pytest.mark.usefixtures("short_rehearsal")
 @pytest.mark.parametrize(("axes", "kind"), [(2, "instance"), (3, "batch"), (3, "group")])
 def test_volumes_and_networks_without_stored_statistics_rehearse_too(axes, kind):
     shape = (8, 12, 10)[:axes]

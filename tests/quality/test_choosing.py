@@ -73,6 +73,10 @@ def test_a_plan_costs_a_pass_for_each_arm_and_another_for_its_flip():
     assert Plan(("source", "batch", "tent:0.03", "tent:0.1")).passes == 5  # one gradient for both
     assert Plan(("source",)).candidates == ("source",)
     assert Plan(("source", "batch")).candidates == ("source", "batch", "mean", "entropy")
+    assert Plan(("source", "batch")).full_names == (
+        "source", "batch", "mean of source+batch", "entropy of source+batch",
+    )  # fmt: skip
+    assert Plan(("source", "batch"), flip=1).full_names[1:3] == ("batch, flip 1", "mean of source+batch, flip 1")
 
 
 @pytest.mark.parametrize("effort", EFFORTS)

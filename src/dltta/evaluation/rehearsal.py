@@ -138,6 +138,10 @@ class Recorded:
         """Over the images, of (N,) or (N, K)."""
         return np.average(scores, axis=0, weights=self.weights)
 
+    def means(self, plan: Plan) -> dict[str, float]:
+        """Of the candidates of a plan, by their full names."""
+        return dict(zip(plan.full_names, self.mean(self.scores[_name(plan)]).tolist(), strict=True))
+
 
 def rehearse(
     opened: OpenedModel,
@@ -176,6 +180,7 @@ def rehearse(
     if progress is not None:
         progress(total, total)
     found = {str(size): setup.concluded(records, size) for size, records in rows.items()}
+    means = {str(size): setup.candidate_means(records) for size, records in rows.items()}
     return {
         "format": FORMAT,
         "network": opened.fingerprint,
@@ -184,6 +189,7 @@ def rehearse(
         "usual": setup.usual.as_json(),
         "values": {"mean": setup.values.mean, "spread": setup.values.spread},
         "batch_sizes": found,
+        "candidates": means,
     }
 
 
@@ -274,21 +280,24 @@ class Setup:
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
-    @torch.no_grad()
     def _record(self, stream: Stream, batch_size: int) -> Recorded:
+        cases = _spread(self.cases, self.extent.counts[batch_size])
+        return self.record(stream.pairs(cases, self.seed), batch_size, self.every_plan())
+
+    @torch.no_grad()
+    def record(self, pairs: Sequence[Pair], batch_size: int, plans: Sequence[Plan]) -> Recorded:
+        """Run every arm on labeled images that come in this order, of whatever site; plans have this setup's flip."""
         arms = Arms(
             self.opened.model, self.arms, calibration=self.calibration,
             batch_size=batch_size,
         )  # fmt: skip
         recollection = Recollection(batch_size)
-        plans = self.every_plan()
         sizes = sizes_of([label for _, label in self.cases], len(self.opened.classes))
         smooth, counted = SMOOTHING * sizes, []
         rows: dict[str, list[tuple[Table, Table]]] = {_name(plan): [] for plan in plans}
         plain: dict[str, list[Table]] = {SOURCE: [], BATCH: []}
         device = next(self.opened.model.parameters()).device
-        cases = _spread(self.cases, self.extent.counts[batch_size])
-        for batch in _batches(stream.pairs(cases, self.seed), batch_size):
+        for batch in _batches(pairs, batch_size):
             x = torch.stack([image for image, _ in batch]).to(device)
             labels = [label for _, label in batch]
             counted += [slice_weight(label, sizes) if self.sliced else 1.0 for label in labels]
@@ -308,6 +317,16 @@ class Setup:
             np.concatenate(plain[BATCH]),
             np.array(counted),
         )
+
+    def candidate_means(self, records: Mapping[str, Recorded]) -> dict[str, float]:
+        """The mean score of every arm alone and of every plan's mixtures, over all sites but harmful ones."""
+        harmful = {stream.name for stream in self.streams() if stream.harmful}
+        kept = [record for site, record in records.items() if site not in harmful]
+        found: dict[str, float] = {}
+        for plan in self.every_plan():
+            means = [record.means(plan) for record in kept]
+            found |= {name: float(np.mean([each[name] for each in means])) for name in plan.full_names}
+        return found
 
     def concluded(self, records: Mapping[str, Recorded], batch_size: int) -> dict[str, Any]:
         """For each effort what is run, and how it did on sites that its fit had not seen."""

@@ -64,6 +64,13 @@ class Plan:
         """The arms, then the mixtures of two or more of them."""
         return self.arms + (MIXTURES if len(self.arms) > 1 else ())
 
+    @property
+    def full_names(self) -> tuple[str, ...]:
+        """The candidates as they are told from those of other plans, such as `mean of source+batch, flip 1`."""
+        flip = "" if self.flip is None else f", flip {self.flip}"
+        mixed = "+".join(self.arms)
+        return tuple(each + flip if each in self.arms else f"{each} of {mixed}{flip}" for each in self.candidates)
+
     def as_json(self) -> dict[str, Any]:
         return {"arms": list(self.arms), "flip": self.flip}
 
