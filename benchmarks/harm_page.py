@@ -1,4 +1,7 @@
-"""docs/guard.md and its figures from what harmful streams did: python benchmarks/harm_page.py redraws them."""
+"""docs/guard.md and its figures from what harmful streams did: python benchmarks/harm_page.py redraws them.
+
+The table between BEGIN and END is that of docs/figures/guard_rules.py and stays as it is.
+"""
 
 import json
 from collections import Counter
@@ -13,17 +16,29 @@ COLORS = {"source": "#888888", "unguarded": "#c0392b", "guarded": "#1f6fb4"}
 LABELS = {"source": "source model", "unguarded": "adapted, no guard", "guarded": "adapted, with guard"}
 TOLERANCE = 1.0  # points that the guard may cost
 WINDOW = {"segmentation": 5, "classification": 31}  # scored images that are averaged along the stream
+BEGIN, END = "<!-- guard rules: begin -->", "<!-- guard rules: end -->"
 
 
 def write_page(results: Mapping[str, Any], output: Path) -> None:
     (output / "images").mkdir(parents=True, exist_ok=True)
-    sections = []
     for name, bed in results["beds"].items():
         for strength in results["strengths"]:
             draw(bed, strength).savefig(output / "images" / f"guard_{name}_{strength}.png", dpi=110)
-        sections.append(section(name, bed, results["strengths"]))
+    written = output / "guard.md"
+    written.write_text(page(results, rules_in(written.read_text() if written.is_file() else "")))
+
+
+def page(results: Mapping[str, Any], rules: str) -> str:
+    """The whole page; `rules` is the table of what each rule is worth."""
     head = (Path(__file__).parent / "guard_head.md").read_text()
-    (output / "guard.md").write_text(head + "\n" + promise(results) + "\n" + "\n".join(sections))
+    before, after = head.split(f"{BEGIN}\n{END}")
+    sections = [section(name, bed, results["strengths"]) for name, bed in results["beds"].items()]
+    return f"{before}{BEGIN}\n{rules}{END}{after}\n{promise(results)}\n" + "\n".join(sections)
+
+
+def rules_in(text: str) -> str:
+    """The table of docs/figures/guard_rules.py in a page."""
+    return text.partition(f"{BEGIN}\n")[2].partition(END)[0]
 
 
 def promise(results: Mapping[str, Any]) -> str:
@@ -81,7 +96,7 @@ def section(name: str, bed: Mapping[str, Any], strengths: Mapping[str, str]) -> 
                 )
         lines.append(f"\n![{bed['title']}, {strength}: scores along the streams](images/guard_{name}_{strength}.png)")
     unit = "Mean Dice" if bed["task"] == "segmentation" else "Accuracy"
-    return f"## {bed['title']}\n\n{unit} of the genuine images, in percent.\n" + "\n".join(lines) + "\n"
+    return f"### {bed['title']}\n\n{unit} of the genuine images, in percent.\n" + "\n".join(lines) + "\n"
 
 
 def draw(bed: Mapping[str, Any], strength: str) -> Figure:

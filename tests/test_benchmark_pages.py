@@ -1,5 +1,6 @@
 """What the benchmarks' pages say follows from what was measured."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -108,6 +109,14 @@ def test_the_guards_page_counts_what_was_kept(tmp_path):
     assert "the worst is +10.0 (noise, default)" in text
     assert "greatest damage is 5.0 points" in text
     assert (tmp_path / "images" / "guard_oct_default.png").stat().st_size > 1000
+
+
+def test_the_guards_page_keeps_the_table_of_its_rules():
+    docs = Path(__file__).parent.parent / "docs"
+    text, results = (docs / "guard.md").read_text(), json.loads((docs / "results" / "harm.json").read_text())
+    rules = harm_page.rules_in(text)
+    assert "| whole guard |" in rules
+    assert harm_page.page(results, rules) == text, "run python benchmarks/harm_page.py"
 
 
 def test_runs_of_useless_images():
