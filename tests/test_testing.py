@@ -135,14 +135,20 @@ def test_rates_that_break_the_contract_are_caught(rate, words):
 
 
 def test_what_the_docs_show_keeps_the_contract():
-    page = Path(__file__).parent.parent / "docs" / "methods.md"
-    shown = re.findall(r"```python\n(.*?)```", page.read_text().split("## Write your own")[1], re.DOTALL)
-    assert len(shown) == 3
-    scope = {"model": networks.trained(networks.Segmenter()), "x": X}
-    for code in shown:
-        exec(code, scope)
-    adapter = Adapter(scope["model"], scope["MeanTeacher"](), scope["GradientNorm"](0.5))
+    scope = {"__name__": "docs"}
+    for page in ("write-objective.md", "write-rate.md"):
+        text = (Path(__file__).parent.parent / "docs" / page).read_text()
+        for code in re.findall(r"```python run\n(.*?)```", text, re.DOTALL):
+            exec(code, scope)
+    model = networks.trained(networks.Segmenter())
+    check_objective(scope["MeanTeacher"](), model, X)
+    adapter = Adapter(model, scope["MeanTeacher"](), scope["Clipped"](alpha=0.5, length=1e-3))
     step = adapter.step(X)
     with torch.no_grad():
         assert torch.equal(step.logits, adapter.objective.teacher(X))
-    assert 0 < step.rate < 0.5
+    assert 0 < step.rate < 0.5  # clipped
+    memory = MemoryBank(capacity=1, neighbors=1)
+    adapter = Adapter(model, scope["Margin"](), scope["Careful"](alpha=0.5), memory=memory)
+    assert adapter.step(X[:1]).rate == 0.0  # nothing to compare with
+    step = adapter.step(X[1:2])
+    assert step.rate == 0.25 * step.discrepancy > 0
