@@ -36,8 +36,10 @@ def recommended(rows: list[dict]) -> str:
     gains = [100 * (each["recommended"] - max(each["source"], each["ptbn"])) for each in scores]
     over_source = [100 * (each["recommended"] - each["source"]) for each in scores]
     tasks = len({row["task"] for row in rows})
+    few, many = min(row["seeds"] for row in rows), max(row["seeds"] for row in rows)
+    seeds = "one seed" if many == 1 else f"{many} seeds" if few == many else f"{few} to {many} seeds"
     return (
-        f"At {len(rows)} real target sites of {tasks} tasks (small models, one seed) the default was on average "
+        f"At {len(rows)} real target sites of {tasks} tasks (small models, {seeds}) the default was on average "
         f"{_side(fmean(over_source))} the source model (worst site: {_side(min(over_source))}) and "
         f"{_side(fmean(gains))} the better of source model and PTBN (worst site: {_side(min(gains))}). It was at most "
         f"a point below the better one at {sum(gain >= -1 for gain in gains)} of {len(gains)} sites."
