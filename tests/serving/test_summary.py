@@ -11,6 +11,7 @@ from dltta import Decision, Outcome, Reason
 from dltta.data.inbox import find_incoming
 from dltta.models.calibration import Calibration
 from dltta.predictor import Predictor
+from dltta.quality.estimate import Expected
 from dltta.quality.guarded import GuardedStep
 from dltta.serving.folder import Stream
 from dltta.serving.summary import Summary
@@ -51,6 +52,12 @@ def test_every_outcome_and_reason_is_counted(images, tmp_path, decide):
     assert found.decisions == {"accepted": 2, "in-distribution": 0, "kept": 2, "rolled-back": 0, "source": 1}
     assert found.reasons == {"ood-score": 1, "change": 1, "collapse": 1}
     assert (found.to_review, found.exit_code, found.warnings) == (2, 0, [])
+
+
+def test_a_case_with_two_reasons_to_look_at_it_is_one_case(images, tmp_path, decide):
+    low = Decision(Outcome.SOURCE, Reason.CONSTANT_IMAGE, "one value", expected=Expected(0.2, 0.1, 0.4, review=True))
+    decide(low, FINE, FINE, FINE, FINE)
+    assert run(segmenter(), images, tmp_path / "out").to_review == 1
 
 
 def test_a_reason_that_only_chooses_between_plausible_models_is_not_to_review(images, tmp_path, decide):
@@ -129,4 +136,7 @@ def test_the_command_tells_it(images, tmp_path, decide, monkeypatch, capsys, as_
         assert "5 of 5 images are far out of distribution" in told["warnings"][0]
     else:
         assert "warning: 5 of 5 images are far out of distribution" in err
-        assert "decisions since the stream began: 5 kept; 5 to review (reason in stream.jsonl)" in out
+        listed = f"(dltta state cases {tmp_path / 'out'} --review)"
+        assert f"decisions since the stream began: 5 kept; 5 to review {listed}" in out
+        code, out, _ = typed(monkeypatch, capsys, "state", "cases", tmp_path / "out", "--review")
+        assert (code, out.count("look at it")) == (0, 5)

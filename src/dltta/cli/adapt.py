@@ -403,7 +403,8 @@ def _tell(summary: "Summary", output: Path, as_json: bool, ignored: "Ignored", m
     typer.echo(f"{output}: {', '.join(parts)}")
     if summary.decisions:
         decided = ", ".join(f"{count} {outcome}" for outcome, count in summary.decisions.items() if count)
-        review = f"{summary.to_review} to review (reason in stream.jsonl)" if summary.to_review else "none to review"
+        listed = f"{summary.to_review} to review (dltta state cases {output} --review)"
+        review = listed if summary.to_review else "none to review"
         typer.echo(f"decisions since the stream began: {decided}; {review}")
     if ignored:
         typer.echo(str(ignored))

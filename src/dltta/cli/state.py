@@ -92,8 +92,9 @@ def cases(
     from rich.console import Console
 
     from dltta.serving.maintenance import logged_cases
+    from dltta.serving.summary import needs_review
 
-    found = [line for line in logged_cases(output) if line.get("review") or not review]
+    found = [line for line in logged_cases(output) if needs_review(line) or not review]
     if as_json:
         typer.echo(json.dumps(found))
     elif found:
@@ -122,6 +123,8 @@ def _cases(lines: "list[dict[str, Any]]") -> Any:
 
 def _told(line: Mapping[str, Any]) -> dict[str, str]:
     """A line of the log in words."""
+    from dltta.serving.summary import needs_review
+
     quality, change, rate = (line.get(key) for key in ("quality", "change", "rate"))
     low, high = line.get("quality_low"), line.get("quality_high")
     interval = "" if low is None or high is None else f" ({low * 100:.0f}–{high * 100:.0f})"
@@ -133,7 +136,7 @@ def _told(line: Mapping[str, Any]) -> dict[str, str]:
         "expected": "" if quality is None else f"{quality * 100:.0f}{interval}",
         "changed": "" if change is None else f"{change:.1%}",
         "rate": "" if rate is None else f"{rate:.3g}",
-        "review": "look at it" if line.get("review") else "",
+        "review": "look at it" if needs_review(line) else "",
     }
 
 

@@ -15,6 +15,7 @@ from dltta.errors import StateError
 from dltta.files import csv_table, open_in_place, write_atomically
 from dltta.quality.decision import EXPECTED
 from dltta.serving.journal import Fields, Journal, Line, on_disk
+from dltta.serving.summary import needs_review
 
 
 class StreamIndex:
@@ -27,7 +28,7 @@ class StreamIndex:
         self.deployment: str | None = None  # what the latest event of that kind says
         self.decisions: Counter[str] = Counter()  # of the guard, by outcome
         self.reasons: Counter[str] = Counter()
-        self.reviews = 0  # predictions whose expected quality is too low
+        self.reviews = 0  # predictions that somebody should look at
         self._digests: dict[str, bytes] = {}  # by name
         self._places: dict[bytes, int] = {}  # by content: where the line of the first such case begins
         self._lines: dict[str, int] = {}  # by name: where the line of the case begins
@@ -81,7 +82,7 @@ class StreamIndex:
             self.decisions[entry["decision"]] += 1
         if entry.get("reason") is not None:
             self.reasons[entry["reason"]] += 1
-        self.reviews += entry.get("review") is True
+        self.reviews += needs_review(entry)
         if "prediction" in entry:
             digest = bytes.fromhex(entry["input"])
             self._digests[entry["case"].casefold()] = digest

@@ -3,12 +3,18 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from dltta.quality.decision import Outcome, Reason
 
 # Reasons that put the prediction itself into doubt. The others say which of two plausible models predicts.
 REVIEW = frozenset(Reason) - {Reason.IN_DISTRIBUTION, Reason.FLIP_CONSISTENCY, Reason.CHANGE, Reason.QUALITY}
 MOSTLY = 0.5  # a stream with more images than this share far out of distribution ends with a warning
+
+
+def needs_review(line: Mapping[str, Any]) -> bool:
+    """Whether somebody should look at the case of a line of the log: by its expected quality, or by the reason."""
+    return line.get("review") is True or line.get("reason") in REVIEW
 
 
 @dataclass
@@ -28,10 +34,10 @@ class Summary:
     warnings: list[str] = field(default_factory=list)  # what is to be said at the end, one sentence each
 
     def conclude(self, outcomes: Mapping[str, int], reasons: Mapping[str, int], reviews: int = 0) -> None:
-        """Add what the log says about the whole stream."""
+        """Add what the log says about the whole stream; `reviews` counts the cases that `needs_review` marks."""
         self.decisions = {str(outcome): outcomes.get(outcome, 0) for outcome in Outcome} if outcomes else {}
         self.reasons = dict(Counter(reasons).most_common())
-        self.to_review = sum(reasons.get(reason, 0) for reason in REVIEW) + reviews
+        self.to_review = reviews
         if self.windowed:
             self.warnings.append(
                 f"{self.windowed} of {self.predicted} images were too large for --max-memory and were predicted in "
