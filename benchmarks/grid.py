@@ -3,10 +3,10 @@
     make bench-grid                                             # a quarter of an hour on two cores that are free
     python benchmarks/grid.py --images 4 --rounds 1 --output X  # to see that it works; X has a copy of the page
 
-The same streams are run one after the other and two at the same time, each with one thread; and, for comparison, one
-after the other with two threads, and two at the same time with two threads each, which is what no option should do.
-Every round has all four; a speed-up is a ratio within a round, and the median over rounds is reported. A machine that
-others use too makes wall time worthless, so processor time stands beside it, and how much of the cores was ours.
+The same streams are run one after the other and two at the same time, each with one thread. A speed-up is a ratio
+within a round, and the median over rounds is reported. Starting processes takes seconds, however long the streams are,
+so the grid takes minutes. A machine that others use too makes wall time worthless, so processor time stands beside it,
+and how much of the cores was ours: a speed-up beyond that is the machine's own speed, which drifts, and does not count.
 Standard error tells of each run as it ends.
 """
 
@@ -48,7 +48,7 @@ class Way:
         return f"{self.jobs} x {self.threads}"
 
 
-WAYS = (Way(1, 1), Way(2, 1), Way(1, 2), Way(2, 2))
+WAYS = (Way(1, 1), Way(2, 1))
 
 
 def experiment(folder: Path, images: int, width: int, orders: int) -> Experiment:
@@ -94,17 +94,17 @@ def block(result: dict[str, Any]) -> str:
     load = max(each["load"] for way in result["rounds"] for each in way.values())
     rows = [
         f"| {way.jobs} | {way.threads} | {found[way.name]['speedup']:.2f} × | {found[way.name]['processor']:.2f} × "
-        f"| {found[way.name]['cores']:.1f} |"
+        f"| {found[way.name]['cores']:.2f} |"
         for way in WAYS
     ]
-    reached = found["2 x 1"]["speedup"]
+    reached = min(found["2 x 1"]["speedup"], found["2 x 1"]["cores"])
     verdict = "reached" if reached >= TARGET else "missed"
     shared = f", shared with other work (load average up to {load:.0f})" if load > 2.5 else ""
     count = len(result["rounds"])
     times = "once" if count == 1 else f"median of {count} rounds"
     lines = [
-        f"{result['streams']} streams of {result['images']} images, {machine}{shared}, {times}, "
-        "starting of processes included; ratios to the first row:",
+        f"{result['streams']} streams of {result['images']} images, {machine}{shared}, {times}, starting of processes "
+        "included; ratios to the first row:",
         "",
         "| tasks at the same time | threads of each | speed | processor time | cores that it got |",
         "|--:|--:|--:|--:|--:|",
@@ -129,9 +129,9 @@ def write(result: dict[str, Any], docs: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=60, help="of each stream")
-    parser.add_argument("--orders", type=int, default=4, help="twice as many streams")
+    parser.add_argument("--orders", type=int, default=20, help="twice as many streams")
     parser.add_argument("--width", type=int, default=16, help="of the U-Net; 16 is the paper's")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--output", type=Path, default=DOCS, help="where the result and the page are")
     parser.add_argument("--way", nargs=6, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
