@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -201,6 +202,43 @@ def test_matched_runs_at_the_mean_rate_of_the_dynamic_stream(finished, tmp_path)
     assert recipe_for("tent", "adam:1e-3") == replace(paper("tent", "fixed"), alpha=1e-3, optimizer="adam", name="own")
     assert [rate for method, rate in by_rate if method == "recommended"] == ["none"]
     assert all(case.decision is not None for case in by_rate["recommended", "none"].cases)
+
+
+@dataclass
+class Elsewhere:
+    """A runner whose tasks do not run here, as far as anybody can tell."""
+
+    names: list[str] = field(default_factory=list)
+    jobs: int = 2
+    threads: int | None = 1
+
+    def here(self, count: int) -> bool:
+        return False
+
+    def run(self, tasks, *, threads, done, lost):
+        for task in tasks:
+            self.names.append(task.name)
+            task.call()
+            done(task)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("short_rehearsal")
+def test_models_rehearse_where_the_other_tasks_run_and_learn_the_same(finished, tmp_path):
+    folder, _ = finished
+    here, there = (small(tmp_path / name, methods=("source", "recommended"), seeds=2) for name in ("here", "there"))
+    for experiment in (here, there):
+        shutil.copytree(folder / "models", Path(experiment.output) / "models")
+        for file in Path(experiment.output).rglob("rehearsal.json"):
+            file.unlink()
+    run_experiment(here, runner=Local(1, 1))
+    runner = Elsewhere()
+    run_experiment(there, runner=runner)
+    seeds = range(there.seeds)
+    assert [name for name in runner.names if "rehears" in name] == [f"rehearsal of seed_{seed}" for seed in seeds]
+    for seed in seeds:
+        file = Path("models") / f"seed_{seed}" / "rehearsal.json"
+        assert (Path(there.output) / file).read_bytes() == (Path(here.output) / file).read_bytes()
 
 
 @pytest.mark.parametrize("rate", ["fixd", "fixed:fast"])

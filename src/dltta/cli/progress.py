@@ -92,6 +92,10 @@ class Bars(Listener):
         bar = self._add("train models", total)
         return lambda name: self.progress.update(bar, advance=1, note=name)
 
+    def rehearsals(self, total: int) -> Callable[[str], None]:
+        bar = self._add("rehearse models", total)
+        return lambda name: self.progress.update(bar, advance=1, note=name)
+
     def lost(self, name: str) -> None:
         self.progress.console.print(f"lost a worker; running again: {name}", markup=False, highlight=False)
 

@@ -321,7 +321,12 @@ class Listener:
         return lambda name: None
 
     def rehearsal(self, seed: int) -> Progress:
+        """Of a rehearsal in this process, stream by stream."""
         return lambda done, total: None
+
+    def rehearsals(self, total: int) -> Callable[[str], None]:
+        """Of rehearsals in other processes: the name of each that is done."""
+        return lambda name: None
 
     def streams(self, total: int) -> Callable[[Job], None]:
         return lambda job: None
@@ -414,7 +419,7 @@ def prepare(
     sources = train_all(source_trainings(experiment), device, listener, runner)
     models = dict(enumerate(sources.values()))
     if RECOMMENDED in experiment.methods or ALL in experiment.methods:
-        models = rehearse_all(experiment, models, device, listener)
+        models = rehearse_all(experiment, models, device, listener, runner)
     experiment = experiment.for_model(models[0])
     learned = train_all(uda_trainings(experiment), device, listener, runner)
     weights = {name: _weights(model) for name, model in {**sources, **learned}.items()}
@@ -520,22 +525,34 @@ def train_all(
 
 
 def rehearse_all(
-    experiment: Experiment, models: Mapping[int, Checkpoint], device: str, listener: Listener
+    experiment: Experiment, models: Mapping[int, Checkpoint], device: str, listener: Listener, runner: Runner
 ) -> dict[int, Checkpoint]:
     """The source models with what each learned at simulated sites; one that has rehearsed is only read."""
-    sites = [experiment.open(spec) for spec in experiment.source]
-    return {
-        seed: model
-        if model.rehearsal is not None
-        else rehearse_checkpoint(
-            _model_folder(experiment, f"seed_{seed}"),
-            sites,
-            replace(experiment.training, seed=experiment.training.seed + seed),
-            device=torch.device(device),
-            progress=listener.rehearsal(seed),
-        )[0]
-        for seed, model in models.items()
-    }
+    waiting = [seed for seed, model in models.items() if model.rehearsal is None]
+    threads = threads_each(runner, len(waiting))
+    if runner.here(len(waiting)):
+        with using_threads(threads):
+            for seed in waiting:
+                _rehearse(experiment, seed, device, listener.rehearsal(seed))
+    elif waiting:
+        tick = listener.rehearsals(len(waiting))
+        runner.run(
+            [Task(f"rehearsal of seed_{seed}", partial(_rehearse, experiment, seed, device)) for seed in waiting],
+            threads=threads,
+            done=lambda task: tick(task.name),
+            lost=lambda task: listener.lost(task.name),
+        )
+    return {seed: load_checkpoint(_model_folder(experiment, f"seed_{seed}")) for seed in models}
+
+
+def _rehearse(experiment: Experiment, seed: int, device: str, progress: Progress | None = None) -> None:
+    rehearse_checkpoint(
+        _model_folder(experiment, f"seed_{seed}"),
+        [experiment.open(spec) for spec in experiment.source],
+        replace(experiment.training, seed=experiment.training.seed + seed),
+        device=torch.device(device),
+        progress=progress,
+    )
 
 
 def _train(make: MakeTraining, device: str) -> None:
