@@ -526,6 +526,32 @@ class TestErrors:
         assert (done, err.count("\n")) == (2, 1)
         assert "error: /sys/predictions: cannot be written" in err
 
+    def test_an_output_that_is_no_folder(self, dltta, code, folders):
+        images, output = folders
+        write_images(images, 1)
+        output.symlink_to(output)
+        done, _, err = dltta("adapt", "-m", code("grey"), "-i", images, "-o", output)
+        assert (done, err) == (
+            2,
+            f"error: {output}: a link that leads in a circle; choose another folder for the predictions\n",
+        )
+        output.unlink()
+        output.write_text("mine")
+        done, _, err = dltta("adapt", "-m", code("grey"), "-i", images, "-o", output)
+        assert (done, err) == (2, f"error: {output} is a file; choose a folder for the predictions\n")
+        assert output.read_text() == "mine"
+
+    def test_images_numbered_from_0000_are_told_that_they_count_as_channels(self, dltta, code, folders):
+        images, output = folders
+        for path in write_images(images, 3).iterdir():
+            path.rename(images / path.name.replace("case_", "frame_000"))
+        done, _, err = dltta("adapt", "-m", code("grey"), "-i", images, "-o", output)
+        assert (done, err.splitlines()[-1]) == (
+            2,
+            "error: the network takes images of 1 channels, this one has 3; frame_0000.png to frame_0002.png "
+            "count as its channels: end names otherwise than in _0000 if they are cases of their own",
+        )
+
     @pytest.mark.parametrize("inside", [".", "predictions", "images", "new/deeper"])
     def test_predictions_do_not_lie_among_the_images(self, dltta, code, folders, inside):
         images, output = folders

@@ -345,8 +345,9 @@ def adapt(
     from dltta.cli.progress import bars
     from dltta.serving.folder import Stream
     from dltta.serving.maintenance import predicted_names
-    from dltta.serving.record import require_apart
+    from dltta.serving.record import require_apart, require_folder_name
 
+    require_folder_name(output)
     messages = Messages(writing.messages)
     if writing.messages is not None and writing.messages.resolve().is_relative_to(output.resolve()):
         raise SettingError(

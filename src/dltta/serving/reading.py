@@ -57,7 +57,18 @@ def read_case(opened: OpenedModel, case: Incoming, found: str, fitting: Fitting 
         if fitting is not None:
             fitting.require_readable(geometry)
     with enough_memory(case.name):
-        return load(opened, read_incoming(case), found)
+        image = read_incoming(case)
+        try:
+            return load(opened, image, found)
+        except InputError as error:
+            channels = len(image.array)
+            if case.kind == "dicom" or len(case.files) == 1 or channels == opened.in_channels:
+                raise
+            raise InputError(
+                f"the network takes images of {opened.in_channels} channels, this one has {channels}; "
+                f"{case.files[0].name} to {case.files[-1].name} count as its channels: end names otherwise than in "
+                "_0000 if they are cases of their own"
+            ) from error
 
 
 def _size_and_time(case: Incoming) -> list[tuple[int, int]]:

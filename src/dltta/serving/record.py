@@ -9,13 +9,14 @@ OUT/
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from os.path import realpath
+from os.path import realpath  # unlike `Path.resolve`, no error where links go round
 from pathlib import Path
 from typing import Any
 
 from dltta.core.ensemble import AnyAdapter
 from dltta.data.formats import dicom
 from dltta.data.formats.format import endings
+from dltta.data.inbox import is_file
 from dltta.errors import SettingError, StateError
 from dltta.files import remove_parts, require_no_link
 from dltta.recipes import RECOMMENDED
@@ -131,13 +132,22 @@ def require_own_place(output: Path) -> None:
             raise SettingError(f"{output} lies in the stream of {folder}; choose a folder of its own")
 
 
+def require_folder_name(output: Path) -> None:
+    """Refuses what can never become a folder, before anything is read."""
+    place = Path(realpath(output))
+    if place.is_symlink():
+        raise SettingError(f"{output}: a link that leads in a circle; choose another folder for the predictions")
+    if is_file(place):
+        raise SettingError(f"{output} is a file; choose a folder for the predictions")
+
+
 def require_apart(images: Path, output: Path) -> None:
     """Images and predictions need a folder each: no prediction is ever taken for an image, every file is in the log.
 
     A folder of images is looked through one level deep, and in a site folder or in `images` first, so that a folder of
     predictions in it is taken for one of images sooner or later.
     """
-    source, target = Path(realpath(images)), Path(realpath(output))  # unlike `resolve`, no error where links go round
+    source, target = Path(realpath(images)), Path(realpath(output))
     if source.is_dir() and target.is_relative_to(source):
         raise SettingError(f"{output} lies in {images}, where images are looked for; choose a folder outside of it")
     if source.is_relative_to(target):
