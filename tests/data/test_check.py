@@ -143,7 +143,7 @@ def test_cards_are_complete_and_shown_in_the_documentation():
 
 def test_the_documented_descriptions_can_be_used():
     blocks = re.findall(r"```json\n(.*?)```", DOCS.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         assert len(parse_description(DOCS, json.loads(block)).classes) >= 2
 
