@@ -18,6 +18,7 @@ from dltta.evaluation import rehearsal
 from dltta.evaluation.home import enough
 from dltta.evaluation.rehearsal import (
     Recorded,
+    Scored,
     Stream,
     affordable,
     best_flip,
@@ -38,8 +39,8 @@ from dltta.models.io.checkpoint import Checkpoint, load_checkpoint, save_checkpo
 from dltta.models.io.opening import open_checkpoint, open_model
 from dltta.models.io.rehearsal import save_rehearsal
 from dltta.models.nets.architecture import Architecture
-from dltta.quality.candidates import Plan
-from dltta.quality.choosing import Rehearsed
+from dltta.quality.candidates import Arms, Plan
+from dltta.quality.choosing import Rehearsed, Yardstick, assemble, look
 from dltta.quality.measures import SIGNALS
 from dltta.recipes import recommended
 from networks import Segmenter, trained
@@ -101,6 +102,31 @@ def test_dice_of_candidates_by_hand():
     )  # rightly nothing
     classes = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])
     assert scored(classes, [torch.tensor(1)])[0].tolist() == [0, 1]
+
+
+def test_an_arm_that_several_plans_have_is_scored_once_and_every_candidate_as_if_alone(monkeypatch):
+    plans = [
+        Plan(("source", "batch")),
+        Plan(("source", "batch", "running")),
+        Plan(("source", "batch"), flip=1),
+        Plan(("source",)),
+    ]
+    x = torch.rand(2, 1, 8, 12, generator=torch.Generator().manual_seed(0))
+    labels = [torch.randint(0, 3, (8, 12), generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+    arms, smooth = Arms(trained(Segmenter()), plans[1].arms), np.ones(2)
+    views = look(arms, plans[1].arms, 1, x, Yardstick(), turned={"source", "batch"})
+    assert set(views.flipped) == {"source", "batch"}
+    made = [assemble(plan, views, None).predictions for plan in plans]
+    alone = [scores_of(predictions, labels, smooth) for predictions in made]
+    counted = []
+    monkeypatch.setattr(
+        rehearsal, "scores_of", lambda each, *rest: counted.append(each.shape[1]) or scores_of(each, *rest)
+    )
+    found = Scored(views, labels, smooth)
+    for plan, predictions, scores in zip(plans, made, alone, strict=True):
+        assert found.candidates(plan, predictions).tolist() == scores.tolist()
+    assert found.arm("source", flip=False).tolist() == alone[0][:, 0].tolist()
+    assert sum(counted) == 3 + 2 + 3 * 2  # arms, flipped arms, and two mixtures of three plans
 
 
 def test_slices_count_as_their_foreground_and_a_little_without_any():
@@ -353,6 +379,18 @@ def test_recommended_improves_on_the_source_model_at_another_scanner_and_keeps_i
         assert given > source + 0.02
         given, source = score(at_home)
         assert given >= source - 0.003
+
+
+@pytest.mark.usefixtures("short_rehearsal")
+def test_images_are_flipped_only_for_the_arms_that_a_plan_flips(trained_model, monkeypatch):
+    opened, flipped = open_model(str(trained_model)), []
+    original = Arms.flipped
+    monkeypatch.setattr(Arms, "flipped", lambda self, name, *rest: flipped.append(name) or original(self, name, *rest))
+    setup = rehearsal.Setup.of(opened, [blob(seed) for seed in range(20, 24)], 0)
+    assert setup.flip is not None
+    setup.recorded(setup.streams()[0], 1, None)
+    used = {arm for plan in setup.every_plan() if plan.flip is not None for arm in plan.arms}
+    assert set(flipped) == used < set(setup.arms)
 
 
 @pytest.mark.usefixtures("short_rehearsal")

@@ -29,7 +29,7 @@ from dltta.models.io.opened import OpenedModel
 from dltta.models.predictions import most_likely, probabilities
 from dltta.models.quantiles import SourceValues
 from dltta.quality.candidates import BATCH, EFFORTS, SOURCE, Arms, Plan, possible_arms, possible_plans
-from dltta.quality.choosing import Policy, Recollection, Rehearsed, StreamMean, Yardstick, assemble, look
+from dltta.quality.choosing import Policy, Recollection, Rehearsed, StreamMean, Views, Yardstick, assemble, look
 from dltta.quality.estimate import Fitted, conformal_radius, fit
 from dltta.quality.measures import SIGNALS, Table, Usual
 from dltta.training.calibration import calibrate
@@ -292,6 +292,7 @@ class Setup:
             batch_size=batch_size,
         )  # fmt: skip
         recollection = Recollection(batch_size)
+        turned = {arm for plan in plans if plan.flip is not None for arm in plan.arms}
         sizes = sizes_of([label for _, label in self.cases], len(self.opened.classes))
         smooth, counted = SMOOTHING * sizes, []
         rows: dict[str, list[tuple[Table, Table]]] = {_name(plan): [] for plan in plans}
@@ -301,15 +302,15 @@ class Setup:
             x = torch.stack([image for image, _ in batch]).to(device)
             labels = [label for _, label in batch]
             counted += [slice_weight(label, sizes) if self.sliced else 1.0 for label in labels]
-            views = look(arms, self.arms, self.flip, x, self.yardstick, recollection)
+            views = look(arms, self.arms, self.flip, x, self.yardstick, recollection, turned=turned)
             arms.commit()
             recollection.add(views)
+            scored = Scored(views, labels, smooth)
             for plan in plans:
                 made = assemble(plan, views, self.usual)
-                rows[_name(plan)].append((made.signals, scores_of(made.predictions, labels, smooth)))
+                rows[_name(plan)].append((made.signals, scored.candidates(plan, made.predictions)))
             for name, column in plain.items():
-                given = views.plain.get(name, views.plain[SOURCE])[:, None]
-                column.append(scores_of(given, labels, smooth)[:, 0])
+                column.append(scored.arm(name if name in views.plain else SOURCE, flip=False))
         return Recorded(
             {name: np.concatenate([signals for signals, _ in each]) for name, each in rows.items()},
             {name: np.concatenate([scores for _, scores in each]) for name, each in rows.items()},
@@ -629,6 +630,29 @@ def slice_weight(label: Tensor, sizes: Table) -> float:
     """How much a slice counts: as its foreground against the usual one, and a little if it has none."""
     shares = [float((label == value).sum()) / usual for value, usual in enumerate(sizes, 1)]
     return EMPTY_SLICE + min(float(np.mean(shares)), 2.0)
+
+
+class Scored:
+    """Scores of one batch: an arm that many plans have is scored once."""
+
+    def __init__(self, views: Views, labels: Sequence[Tensor], smooth: Table) -> None:
+        self._views, self._labels, self._smooth = views, labels, smooth
+        self._arms: dict[tuple[str, bool], Table] = {}
+
+    def arm(self, name: str, *, flip: bool) -> Table:
+        """(B,)"""
+        if (name, flip) not in self._arms:
+            given = self._views.given(name, flip)[:, None]
+            self._arms[name, flip] = scores_of(given, self._labels, self._smooth)[:, 0]
+        return self._arms[name, flip]
+
+    def candidates(self, plan: Plan, predictions: Tensor) -> Table:
+        """(B, K), of the arms of a plan and of its mixtures, which stand behind them in (B, K, C, *positions)."""
+        arms = np.stack([self.arm(name, flip=plan.flip is not None) for name in plan.arms], 1)
+        if len(plan.candidates) == len(plan.arms):
+            return arms
+        mixed = scores_of(predictions[:, len(plan.arms) :], self._labels, self._smooth)
+        return np.concatenate([arms, mixed], 1)
 
 
 def scores_of(predictions: Tensor, labels: Sequence[Tensor], smooth: Table) -> Table:

@@ -4,7 +4,7 @@ The images of a stream share their site, so what is expected of a candidate is a
 rehearsal nothing can be expected: then candidates are mixed by their entropy, a published choice that needs no label.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -231,13 +231,15 @@ def look(
     x: Tensor,
     yardstick: Yardstick,
     recollection: Recollection | None = None,
+    *,
+    turned: Collection[str] | None = None,
 ) -> Views:
-    """Run arms on a batch x (B, C, *spatial)."""
+    """Run arms on a batch x (B, C, *spatial); `turned` see it flipped too, all but steps unless given."""
     samples = LayerSamples()
     watched = yardstick.calibration is not None and bool(yardstick.calibration.layers)
     logits = arms.all_logits(names, x, samples=samples if watched else None)
-    turned = [] if flip is None else [name for name in names if not is_step(name)]
-    flipped = {name: arms.flipped(name, x, flip or 0) for name in turned}
+    both = [name for name in names if not is_step(name) and (turned is None or name in turned)]
+    flipped = {} if flip is None else {name: arms.flipped(name, x, flip) for name in both}
     reference = None if recollection is None else recollection.recall(logits[SOURCE].cpu())
     return Views(logits, flipped, image_signals(x, samples, yardstick), reference)
 
