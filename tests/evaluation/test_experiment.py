@@ -241,6 +241,26 @@ def test_models_rehearse_where_the_other_tasks_run_and_learn_the_same(finished, 
         assert (Path(there.output) / file).read_bytes() == (Path(here.output) / file).read_bytes()
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("short_rehearsal")
+def test_the_streams_of_one_rehearsal_run_at_the_same_time_and_teach_the_same(finished, tmp_path):
+    class Streams(Elsewhere):
+        def here(self, count):
+            return count < 2
+
+    folder, _ = finished
+    found, runner = [], Streams()
+    for name, chosen in (("alone", Local(1, 1)), ("several", runner)):
+        experiment = small(tmp_path / name, methods=("source", "recommended"), seeds=1)
+        shutil.copytree(folder / "models", Path(experiment.output) / "models")
+        for file in Path(experiment.output).rglob("rehearsal.json"):
+            file.unlink()
+        run_experiment(experiment, runner=chosen)
+        found.append((Path(experiment.output) / "models" / "seed_0" / "rehearsal.json").read_bytes())
+    assert found[0] == found[1]
+    assert len([name for name in runner.names if name.startswith("rehearsal at ")]) == 7
+
+
 @pytest.mark.parametrize("rate", ["fixd", "fixed:fast"])
 def test_a_rate_that_is_none_is_refused(tmp_path, rate):
     with pytest.raises(SettingError, match="rate"):

@@ -1,12 +1,18 @@
 """A rehearsal whose streams run in other processes: the same bytes, also when workers are killed."""
 
-import pytest
+import shutil
+from functools import partial
+from pathlib import Path
 
-from dltta.config import open_target
+import pytest
+import torch
+
+from dltta.config import open_dataset, open_target
 from dltta.errors import StateError
-from dltta.evaluation.home import Rehearsing, calibrate_model
+from dltta.evaluation.home import calibrate_model, checkpoint_setup, rehearse_checkpoint, site_setup, streams_on
 from dltta.evaluation.runners import Local, Ray, Slurm, using_threads
 from dltta.models.io.opening import ModelSource
+from dltta.training import TrainingSettings
 from dying import DEATHS, DyingSource
 from streams import save_model, write_site
 
@@ -36,8 +42,8 @@ def deaths(tmp_path, monkeypatch):
 def rehearsed(model, folder, runner=None, lost=ignore, done=ignore):
     """The bytes of what was learned."""
     site = str(model.parent / "site")
-    rehearsing = Rehearsing(DyingSource(str(model)), site, folder, 0, "cpu")
-    elsewhere = None if runner is None else rehearsing.on(runner, done, lost)
+    prepare = partial(site_setup, DyingSource(str(model)), site, 0, "cpu")
+    elsewhere = None if runner is None else streams_on(runner, prepare, folder, done=done, lost=lost)
     with using_threads(1):
         calibrate_model(ModelSource(str(model)).open(), open_target(site), folder, elsewhere=elsewhere)
     assert not (folder / "rehearsal.parts").exists()
@@ -69,6 +75,21 @@ def test_streams_in_another_order_and_place_give_the_same_bytes(model, tmp_path,
     assert found == rehearsed(model, tmp_path / "here")
     assert len(set(runner.names)) == len(runner.names) == 7  # the source, two sites, one that changes, harmful ones
     assert seen == [(number, 7) for number in range(1, 8)]
+
+
+@pytest.mark.long
+def test_a_trained_model_rehearses_elsewhere_with_the_cases_that_training_kept(model, tmp_path):
+    sites, settings = [open_dataset(str(model.parent / "site"))], TrainingSettings(validation=0.5)
+    found, runner = [], Here()
+    for name in ("here", "there"):
+        folder = Path(shutil.copytree(model, tmp_path / name))
+        prepare = partial(checkpoint_setup, folder, sites, settings, "cpu")
+        elsewhere = streams_on(runner, prepare, folder, done=ignore, lost=ignore) if name == "there" else None
+        with using_threads(1):
+            rehearse_checkpoint(folder, sites, settings, device=torch.device("cpu"), elsewhere=elsewhere)
+        found.append((folder / "rehearsal.json").read_bytes())
+    assert found[0] == found[1]
+    assert len(runner.names) == 7
 
 
 @pytest.mark.long

@@ -157,6 +157,28 @@ def test_processes_have_their_threads_from_the_start_and_errors_come_back(tmp_pa
         Local(2).run([Task("x", refuse), Task("y", refuse)], threads=1, done=ignore, lost=ignore)
 
 
+def leave_process(folder, name):
+    leave(folder, name, str(os.getpid()))
+
+
+@pytest.mark.long
+def test_processes_are_kept_as_long_as_the_context_lasts(tmp_path):
+    def processes(runner, *names):
+        runner.run(
+            [Task(name, partial(leave_process, tmp_path, name)) for name in names], threads=1, done=ignore, lost=ignore
+        )
+        return {int((tmp_path / name).read_text()) for name in names}
+
+    with Local(2) as runner:
+        first = processes(runner, "a", "b", "c", "d")
+        assert processes(runner, "e", "f", "g", "h") <= first
+        assert len(first) <= 2
+    for process in first:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+    assert not processes(runner, "i", "j") & first
+
+
 @pytest.mark.long
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="an option of glibc")
 def test_processes_keep_freed_memory_as_the_command_does(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """`dltta calibrate`: rehearsal for a model that exists already."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -65,7 +66,7 @@ def calibrate(
     from dltta.cli.progress import bars
     from dltta.config import open_target
     from dltta.evaluation.card import rehearsal_sentences
-    from dltta.evaluation.home import Rehearsing, calibrate_model
+    from dltta.evaluation.home import calibrate_model, site_setup, streams_on
     from dltta.evaluation.runners import threads_each, using_threads
 
     source = own.source(model, patch=split_size(patch))
@@ -77,8 +78,8 @@ def calibrate(
     with bars() as listener, using_threads(threads_each(runner, runner.jobs)):
         progress, elsewhere = listener.rehearsal(0), None
         if not runner.here(runner.jobs):
-            rehearsing = Rehearsing(source, site, folder, seed, where)
-            elsewhere = rehearsing.on(runner, progress, lambda task: listener.lost(task.name))
+            prepare = partial(site_setup, source, site, seed, where)
+            elsewhere = streams_on(runner, prepare, folder, done=progress, lost=lambda task: listener.lost(task.name))
         found = calibrate_model(opened, dataset, folder, seed=seed, progress=progress, elsewhere=elsewhere)
     if as_json:
         typer.echo(json.dumps({"calibration": str(folder), "rehearsal": found}))

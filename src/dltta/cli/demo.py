@@ -71,9 +71,8 @@ def _run(experiment: "Experiment", half_way: "Experiment", device: str, as_json:
     from dltta.evaluation.runners import Local
     from dltta.evaluation.story import story
 
-    runner = Local(count_processes(None, device))
     place = require_device(device)
-    with bars() as listener:
+    with bars() as listener, Local(count_processes(None, device)) as runner:
         changing = run_experiment(half_way, device=place, runner=runner, listener=listener, notes=NOTES)
         results = run_experiment(
             experiment, device=place, runner=runner, listener=listener, notes=NOTES, changing=changing

@@ -41,10 +41,10 @@ from dltta.errors import DataError, DlttaError, SettingError, StateError
 from dltta.evaluation.examples import Example, Keep, gather_examples
 from dltta.evaluation.files import require_site, run_files
 from dltta.evaluation.formats import csv_text, latex, markdown
-from dltta.evaluation.home import rehearse_checkpoint
+from dltta.evaluation.home import checkpoint_setup, rehearse_checkpoint, streams_on
 from dltta.evaluation.overview import check_method
 from dltta.evaluation.provenance import Provenance, checksum
-from dltta.evaluation.rehearsal import Progress
+from dltta.evaluation.rehearsal import Elsewhere, Progress, Setup
 from dltta.evaluation.report import write_report
 from dltta.evaluation.results import Results, StreamResult
 from dltta.evaluation.run import Steps, StreamRecord, run_stream
@@ -531,9 +531,11 @@ def rehearse_all(
     waiting = [seed for seed, model in models.items() if model.rehearsal is None]
     threads = threads_each(runner, len(waiting))
     if runner.here(len(waiting)):
-        with using_threads(threads):
+        with using_threads(threads_each(runner, runner.jobs)):  # as workers have, so that all come to the same
             for seed in waiting:
-                _rehearse(experiment, seed, device, listener.rehearsal(seed))
+                progress = listener.rehearsal(seed)
+                elsewhere = _elsewhere(experiment, seed, device, runner, progress, listener.lost)
+                _rehearse(experiment, seed, device, progress, elsewhere)
     elif waiting:
         tick = listener.rehearsals(len(waiting))
         runner.run(
@@ -545,14 +547,35 @@ def rehearse_all(
     return {seed: load_checkpoint(_model_folder(experiment, f"seed_{seed}")) for seed in models}
 
 
-def _rehearse(experiment: Experiment, seed: int, device: str, progress: Progress | None = None) -> None:
-    rehearse_checkpoint(
-        _model_folder(experiment, f"seed_{seed}"),
-        [experiment.open(spec) for spec in experiment.source],
-        replace(experiment.training, seed=experiment.training.seed + seed),
-        device=torch.device(device),
-        progress=progress,
-    )
+def _rehearse(
+    experiment: Experiment,
+    seed: int,
+    device: str,
+    progress: Progress | None = None,
+    elsewhere: Elsewhere | None = None,
+) -> None:
+    place = torch.device(device)
+    rehearse_checkpoint(*_rehearsing(experiment, seed), device=place, progress=progress, elsewhere=elsewhere)
+
+
+def _elsewhere(
+    experiment: Experiment, seed: int, device: str, runner: Runner, done: Progress, lost: Callable[[str], None]
+) -> Elsewhere | None:
+    """What runs the streams of one rehearsal at the same time, if the runner does such things."""
+    if runner.here(runner.jobs):
+        return None
+    folder, prepare = _model_folder(experiment, f"seed_{seed}"), partial(_setup, experiment, seed, device)
+    return streams_on(runner, prepare, folder, done=done, lost=lambda task: lost(task.name))
+
+
+def _setup(experiment: Experiment, seed: int, device: str) -> Setup:
+    return checkpoint_setup(*_rehearsing(experiment, seed), device)
+
+
+def _rehearsing(experiment: Experiment, seed: int) -> tuple[Path, list[Dataset], TrainingSettings]:
+    """The model, the sites it was trained on, and how."""
+    settings = replace(experiment.training, seed=experiment.training.seed + seed)
+    return _model_folder(experiment, f"seed_{seed}"), [experiment.open(spec) for spec in experiment.source], settings
 
 
 def _train(make: MakeTraining, device: str) -> None:

@@ -1,6 +1,7 @@
 """The labeled source cases that a model rehearses with, as its network takes them."""
 
-from collections.abc import Sequence
+import pickle
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -48,6 +49,7 @@ def rehearse_checkpoint(
     *,
     device: torch.device,
     progress: Progress | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> tuple[Checkpoint, Home]:
     """A trained model folder with what it learned at simulated sites; one that has rehearsed is only read."""
     checkpoint = load_checkpoint(folder)
@@ -56,8 +58,9 @@ def rehearse_checkpoint(
         checkpoint.model.to(device)
         opened = open_checkpoint(checkpoint, folder.name)
         found = rehearse(
-            opened, home.pairs, sliced=home.sliced, seed=settings.seed, parts=folder / PARTS, progress=progress
-        )
+            opened, home.pairs, sliced=home.sliced, seed=settings.seed, parts=folder / PARTS, progress=progress,
+            elsewhere=elsewhere,
+        )  # fmt: skip
         save_rehearsal(folder, found)
         forget_parts(folder)
     return load_checkpoint(folder), home
@@ -108,51 +111,58 @@ def _calibrated(opened: OpenedModel, site: Dataset) -> tuple[OpenedModel, Home]:
     return opened, home
 
 
-@dataclass(frozen=True)
-class Rehearsing:
-    """What `calibrate_model` is doing, for workers: they open model and site themselves."""
+def streams_on(runner: Runner, prepare: Callable[[], Setup], folder: Path, *, done: Progress, lost: Tell) -> Elsewhere:
+    """Runs streams of a rehearsal on a runner, as `rehearse` asks for them.
 
-    model: ModelSource
-    site: str
-    folder: Path
-    seed: int
-    device: str
+    `prepare` opens model and cases as `rehearse` has them; it can be pickled, and a worker calls it once.
+    """
+    packed = pickle.dumps(prepare)
 
-    def on(self, runner: Runner, done: Progress, lost: Tell) -> Elsewhere:
-        """Runs streams on a runner, as `rehearse` asks for them."""
+    def run(waiting: Sequence[tuple[int, str]]) -> None:
+        finished: list[Task] = []
 
-        def run(waiting: Sequence[tuple[int, str]]) -> None:
-            finished: list[Task] = []
+        def tick(task: Task) -> None:
+            finished.append(task)
+            done(len(finished), len(waiting))
 
-            def tick(task: Task) -> None:
-                finished.append(task)
-                done(len(finished), len(waiting))
+        tasks = [
+            Task(f"rehearsal at {name}, batches of {size}", partial(record_part, packed, folder, size, name))
+            for size, name in waiting
+        ]
+        if tasks:
+            runner.run(tasks, threads=threads_each(runner, runner.jobs), done=tick, lost=lost)
 
-            tasks = [
-                Task(f"rehearsal at {name}, batches of {size}", partial(record_part, self, size, name))
-                for size, name in waiting
-            ]
-            if tasks:
-                runner.run(tasks, threads=threads_each(runner, runner.jobs), done=tick, lost=lost)
-
-        return run
+    return run
 
 
-def record_part(rehearsing: Rehearsing, size: int, name: str) -> None:
+def record_part(packed: bytes, folder: Path, size: int, name: str) -> None:
     """Run one stream and keep it, unless it is there."""
-    setup = _setup(rehearsing)
+    setup = _prepared(packed)
     (stream,) = [each for each in setup.streams() if each.name == name]
-    setup.recorded(stream, size, rehearsing.folder / PARTS)
+    setup.recorded(stream, size, folder / PARTS)
 
 
 @lru_cache(maxsize=1)
-def _setup(rehearsing: Rehearsing) -> Setup:
+def _prepared(packed: bytes) -> Setup:
     """The same as the caller's; made once in a process."""
-    opened = rehearsing.model.open()
-    opened.model.to(rehearsing.device)
-    site = open_target(rehearsing.site)
-    opened, home = _calibrated(opened, site)
-    return Setup.of(opened, home.pairs, rehearsing.seed, sliced=home.sliced)
+    prepare: Callable[[], Setup] = pickle.loads(packed)
+    return prepare()
+
+
+def site_setup(model: ModelSource, spec: str, seed: int, device: str) -> Setup:
+    """Of `calibrate_model`."""
+    opened = model.open()
+    opened.model.to(device)
+    opened, home = _calibrated(opened, open_target(spec))
+    return Setup.of(opened, home.pairs, seed, sliced=home.sliced)
+
+
+def checkpoint_setup(folder: Path, sites: Sequence[Dataset], settings: TrainingSettings, device: str) -> Setup:
+    """Of `rehearse_checkpoint`."""
+    checkpoint = load_checkpoint(folder)
+    checkpoint.model.to(device)
+    home = at_home(sites, settings, checkpoint)
+    return Setup.of(open_checkpoint(checkpoint, folder.name), home.pairs, settings.seed, sliced=home.sliced)
 
 
 def _calibrate_unlabeled(opened: OpenedModel, site: Dataset, folder: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 
@@ -183,10 +183,23 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @dataclass
 class Local:
-    """One job runs in this process, several in others of this machine."""
+    """One job runs in this process, several in others of this machine.
+
+    As a context it keeps these processes until the context ends: every one of them takes seconds to start.
+    """
 
     jobs: int = 1
     threads: int | None = None
+    _pools: list[ProcessPoolExecutor] = field(default_factory=list, init=False, repr=False, compare=False)
+    _kept: int = field(default=0, init=False, repr=False, compare=False)  # contexts that have not ended
+
+    def __enter__(self) -> Self:
+        self._kept += 1
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._kept -= 1
+        self._end_processes()
 
     def here(self, count: int) -> bool:
         return min(self.jobs, count) <= 1
@@ -201,22 +214,25 @@ class Local:
                 done(task)
 
     def _run_in_processes(self, tasks: Sequence[Task], threads: int, done: Tell, lost: Tell) -> None:
-        pools = [self._pool()]
-
         def start(task: Task) -> "Future[DlttaError | None]":
             work = Work(pickle.dumps(task.call), threads)
             with _environment(variables(threads)):
+                if not self._pools:
+                    self._pools.append(self._pool())
                 try:
-                    return pools[-1].submit(do, work)
+                    return self._pools[-1].submit(do, work)
                 except BrokenProcessPool:  # one of its processes died, and with it the pool
-                    pools.append(self._pool())
-                    return pools[-1].submit(do, work)
+                    self._pools.append(self._pool())
+                    return self._pools[-1].submit(do, work)
 
-        try:
+        with self:
             supervise(tasks, self.jobs, start, _ended_futures, done=done, lost=lost)
-        finally:
-            for pool in pools:
-                pool.shutdown(cancel_futures=True)
+
+    def _end_processes(self) -> None:
+        if self._kept:
+            return
+        while self._pools:
+            self._pools.pop().shutdown(cancel_futures=True)
 
     def _pool(self) -> ProcessPoolExecutor:
         return ProcessPoolExecutor(self.jobs, get_context("spawn"))
