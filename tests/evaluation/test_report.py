@@ -120,12 +120,12 @@ def test_page_is_well_formed_and_complete(full):
 
 
 def test_decisions_of_the_guard_are_a_table_by_reason():
-    assert "Decisions of the guard" not in render_report(one_target())
+    assert "<h2>Decisions</h2>" not in render_report(one_target())
     first, second, *rest = one_target().streams[2].cases
     decided = replace(first, decision="kept", reason="<ood>"), replace(second, decision="accepted")
     tent = replace(one_target().streams[2], cases=(*decided, *rest))
     page = render_report(results(one_target().streams[1], tent))
-    section = page.split("<h2>Decisions of the guard</h2>")[1].split("</section>")[0]
+    section = page.split("<h2>Decisions</h2>")[1].split("</section>")[0]
     rows = re.findall(r"<tr><th[^>]*>(.*?)</th><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", section)
     assert rows == [("Tent", "accepted", "–", "1"), ("Tent", "kept", "&lt;ood&gt;", "1")]
 
@@ -271,7 +271,7 @@ def test_headline_of_a_success():
         "Without adaptation Dice falls from 91.0 at A to 60.0 at B; "
         "the best method, Tent + dynamic, wins back 15.0 points and reaches 75.0.",
         "Tent + dynamic makes 1 of the 8 cases worse.",
-        "The dynamic rate beats the fixed one for 1 of 1 method.",
+        "With Tent the dynamic rate beats the fixed one.",
     ]
 
 
@@ -302,7 +302,18 @@ def test_headline_names_the_methods_that_harm_and_the_rate_that_loses():
     )
     assert sentences(mixed)[0].endswith("the best method, PTBN, gains 10.0 points and reaches 70.0.")
     assert "Worse than no adaptation: Tent (2.0 points), Tent + dynamic (5.0 points)." in sentences(mixed)
-    assert "The dynamic rate beats the fixed one for none of 1 method and falls behind it for 1." in sentences(mixed)
+    assert "With Tent the dynamic rate falls behind the fixed one." in sentences(mixed)
+
+
+def test_headline_counts_the_methods_that_a_dynamic_rate_helps():
+    several = results(
+        stream("source", "none", [0.6]),
+        *(stream("tent", rate, [score]) for rate, score in (("fixed", 0.7), ("dynamic", 0.8))),
+        *(stream("ttt", rate, [score]) for rate, score in (("fixed", 0.7), ("dynamic", 0.65))),
+    )
+    assert "The dynamic rate beats the fixed one for 1 of 2 methods and falls behind it for 1." in sentences(several)
+    same = results(stream("source", "none", [0.6]), stream("tent", "fixed", [0.7]), stream("tent", "dynamic", [0.7]))
+    assert "With Tent the dynamic rate scores like the fixed one." in sentences(same)
 
 
 def test_a_tie_as_shown_goes_to_the_simplest_method():

@@ -191,9 +191,9 @@ def guarded() -> StreamResult:
 
 
 def test_decisions_of_the_guard_are_counted_from_harmless_to_severe():
-    told = "Decisions of the guard: Tent: 50% accepted, 38% kept, 12% source."
+    told = "Decisions: Tent 50% accepted, 38% kept, 12% source."
     assert told in by_target(results(one_target().streams[1], guarded())).notes
-    assert "guard" not in " ".join(by_target(one_target()).notes)
+    assert "Decisions" not in " ".join(by_target(one_target()).notes)
 
 
 def test_decisions_are_counted_by_reason_the_most_frequent_first():

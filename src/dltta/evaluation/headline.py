@@ -122,14 +122,16 @@ def _losers(results: Results, finding: Finding) -> str:
 def _rates(results: Results, finding: Finding) -> str:
     """How often the dynamic rate beats the fixed one."""
     names = [method for method, rate in methods(results) if rate == "dynamic"]
-    found = [_change(results, finding.pair, (name, "dynamic"), (name, "fixed")) for name in names]
-    changes = [change for change in found if change is not None]
+    found = {name: _change(results, finding.pair, (name, "dynamic"), (name, "fixed")) for name in names}
+    changes = {name: change for name, change in found.items() if change is not None}
     if not changes:
         return ""
-    won, lost = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
+    won, lost = sum(change > 0 for change in changes.values()), sum(change < 0 for change in changes.values())
+    if len(changes) == 1:
+        verdict = "beats" if won else "falls behind" if lost else "scores like"
+        return f"With {method_label(next(iter(changes)), 'fixed')} the dynamic rate {verdict} the fixed one."
     behind = f" and falls behind it for {lost}" if lost else ""
-    plural = "" if len(changes) == 1 else "s"
-    return f"The dynamic rate beats the fixed one for {won or 'none'} of {len(changes)} method{plural}{behind}."
+    return f"The dynamic rate beats the fixed one for {won or 'none'} of {len(changes)} methods{behind}."
 
 
 def _everywhere(results: Results, finding: Finding) -> str:

@@ -216,7 +216,7 @@ def _decisions_section(results: Results) -> str:
         f"<td>{escape(row.reason or formats.NOT_RUN)}</td><td>{row.cases}</td></tr>\n"
         for row in rows
     ]
-    return _section("Decisions of the guard", _scrolled("Decisions", heads, lines))
+    return _section("Decisions", _scrolled("Decisions", heads, lines))
 
 
 def _quality_section(results: Results) -> str:

@@ -429,13 +429,13 @@ def _different_cases_notes(results: Results, columns: Sequence[Column]) -> Itera
 
 
 def _decision_notes(results: Results, columns: Sequence[Column]) -> list[str]:
-    """How often the guard accepted a method's updates, and what it did otherwise."""
+    """How often the guard, or rehearsal, gave a method's prediction, and what was given otherwise."""
     shown = {column.pair for column in columns if column.pair}
     counts: dict[str, Counter[str]] = {}
     for row in count_decisions(results, shown):
         counts.setdefault(row.label, Counter())[row.decision] += row.cases
-    listed = "; ".join(f"{label}: {_shares(count)}" for label, count in counts.items())
-    return [f"Decisions of the guard: {listed}."] if listed else []
+    listed = "; ".join(f"{label} {_shares(count)}" for label, count in counts.items())
+    return [f"Decisions: {listed}."] if listed else []
 
 
 def _shares(counts: Mapping[str, int]) -> str:
