@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from dltta.cli.progress import bars
-from streams import lines, run, segmenter, write_images
+from streams import lines, run, segmenter, typed, write_images
 
 
 class Clock:
@@ -99,3 +99,11 @@ def test_markup_in_names_is_printed_not_interpreted(request, kind, clock):
     shown = console.file.getvalue()
     assert "check [red]x[/red]" in shown
     assert "[bold]kept[/bold]" in shown
+
+
+def test_what_never_began_is_not_told_in_a_log(monkeypatch, capsys, tmp_path):
+    """An error before the first file is one line."""
+    code, _, err = typed(monkeypatch, capsys, "evaluate", "-p", tmp_path, "-l", tmp_path / "none")
+    assert (code, err) == (2, f"error: there is no {tmp_path / 'none'}; give a folder of masks or a labels.csv\n")
+    code, out, err = typed(monkeypatch, capsys, "data", "check", tmp_path / "none")
+    assert (code, out.splitlines()[-1], err) == (1, "1 problem", "")

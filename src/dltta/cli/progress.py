@@ -165,7 +165,8 @@ class _Lines(Progress):
     def stop(self) -> None:
         """Nothing was begun that would have to end; older versions of rich end with an empty line."""
         for task in self.tasks:
-            self._say(task)
+            if task.completed or task.total is not None:  # else it never began
+                self._say(task)
 
     def _say(self, task: Task) -> None:
         text = " ".join(f"{task.description} {_sentence(task, 'after ')} {task.fields['note']}".split())
