@@ -190,7 +190,7 @@ def make_objective(
         return cast(Objective | Preparation, _own(facts.path, offered, settings, name=method))
     made = _own(method, offered, settings)
     if not isinstance(made, Preparation):
-        raise SettingError(f"{method} has no prepare(model), which every method needs; see docs/methods.md")
+        raise SettingError(f"{method} has no prepare(model), which every method needs; see docs/write-objective.md")
     return made
 
 
@@ -243,7 +243,7 @@ def make_rate(rate: str, alpha: float, calibration: Calibration | None = None) -
     if ":" in rate:
         made: AnyRate = _own(rate, {"alpha": alpha})
         if not callable(made):
-            raise SettingError(f"{rate} gives a {type(made).__name__}, which cannot be called; see docs/methods.md")
+            raise SettingError(f"{rate} gives a {type(made).__name__}, which cannot be called; see docs/write-rate.md")
         return made
     require("rate", rate, [str(name) for name in Rule])
     if rate == Rule.RELATIVE:

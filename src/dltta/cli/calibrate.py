@@ -65,7 +65,7 @@ def calibrate(
     """
     from dltta.cli.progress import bars
     from dltta.config import open_target
-    from dltta.evaluation.card import rehearsal_sentences
+    from dltta.evaluation.card import rehearsal_extent, rehearsal_sentences
     from dltta.evaluation.home import calibrate_model, site_setup, streams_on
     from dltta.evaluation.runners import threads_each, using_threads
 
@@ -84,8 +84,8 @@ def calibrate(
     if as_json:
         typer.echo(json.dumps({"calibration": str(folder), "rehearsal": found}))
         return
-    cases = max(found["cases"].values())
     if not found["batch_sizes"]:
+        cases = max(found["cases"].values())
         typer.echo(
             f"{folder}: calibrated without labels with {cases} images; dltta adapt knows how far an image is "
             "from them, but not what to expect: give labeled images to rehearse"
@@ -93,7 +93,7 @@ def calibrate(
         return
     for sentence in rehearsal_sentences(found):
         typer.echo(sentence)
-    typer.echo(f"{folder}: rehearsed with {cases} cases at {len(found['sites'])} simulated sites")
+    typer.echo(f"{folder}: rehearsed with {rehearsal_extent(found)}")
 
 
 def _own_folder(model: str, opened: "OpenedModel") -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from dltta.data.shifts.draw import DRAWN
 from dltta.methods import Method
 from dltta.models.inspection import count
 from dltta.models.io.checkpoint import training_words
@@ -148,9 +149,15 @@ def rehearsed(opened: OpenedModel) -> Iterator[str]:
         measured = len(opened.calibration.layers), len(opened.calibration.predictions)
         yield "calibrated on source images: {} layers, {} numbers about predictions".format(*measured)
     if opened.rehearsal is not None:
-        cases, sites = max(opened.rehearsal["cases"].values()), len(opened.rehearsal["sites"])
-        yield f"rehearsed with {cases} source cases at {sites} simulated sites"
+        yield f"rehearsed with {rehearsal_extent(opened.rehearsal)}"
         yield from rehearsal_sentences(opened.rehearsal)
+
+
+def rehearsal_extent(found: Mapping[str, Any]) -> str:
+    """How much was rehearsed; further streams are the source, one that changes half-way, and harmful ones."""
+    simulated = [each for each in found["sites"] if each["name"].startswith(DRAWN)]
+    cases, further = max(found["cases"].values()), len(found["sites"]) - len(simulated)
+    return f"{cases} source cases at {len(simulated)} simulated sites and in {further} further streams"
 
 
 def rehearsal_sentences(found: Mapping[str, Any]) -> list[str]:

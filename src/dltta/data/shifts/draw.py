@@ -40,6 +40,7 @@ MILDEST = 0.15  # severity of the mildest site; the strongest has 1
 LEAST_TONE = 0.7  # of its severity: what differs most between real sites is contrast and color
 MOST_OTHERS = 3  # changes beside tone and one more, at the strongest sites
 HARMFUL_SEVERITY = 2.0
+DRAWN = "site "  # begins the name of a drawn site; its number follows
 
 SOURCE_SITE = SimulatedSite("source", ())
 """The source itself: images stay as they are."""
@@ -85,7 +86,7 @@ def _draw(index: int, seed: int, spatial_dims: int, channels: int) -> SimulatedS
     levels = severity * np.append(rng.uniform(LEAST_TONE, 1), rng.uniform(0.3, 1, len(kinds) - 1))
     drawn = [kind.draw(rng, float(level)) for kind, level in zip(kinds, levels, strict=True)]
     ordered = sorted(drawn, key=lambda change: CHANGES.index(type(change)))
-    return SimulatedSite(f"site {index + 1}", tuple(ordered), float(severity), int(rng.integers(2**31)))
+    return SimulatedSite(f"{DRAWN}{index + 1}", tuple(ordered), float(severity), int(rng.integers(2**31)))
 
 
 def _families(spatial_dims: int, channels: int) -> tuple[list[Family], list[Family]]:
