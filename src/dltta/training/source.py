@@ -492,7 +492,12 @@ def finished(folder: Path, fingerprint: dict[str, Any], *, but: str | None = Non
     if but == "with_":  # the settings of a denoiser are only there where one is trained
         differing = {key for key in differing if not key.startswith("denoiser_") or key in known.keys() & fingerprint}
     if differing:
-        raise StateError(f"{folder} holds a model trained with other settings; train into another folder")
+        first = min(differing)
+        was, now = (str(settings.get(first))[:60] for settings in (known, fingerprint))
+        raise StateError(
+            f"{folder} holds a model trained with other settings: {first.rstrip('_')} {was} instead of {now}; "
+            "train into another folder"
+        )
     return checkpoint
 
 
