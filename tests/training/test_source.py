@@ -385,7 +385,7 @@ def test_resuming_a_finished_training_gives_it_back_without_training(tmp_path):
     ran = []
     training(tmp_path, epochs=2, resume=True, report=lambda *at: ran.append(1)).run()
     assert not ran
-    with pytest.raises(StateError, match="trained with other settings: epochs 2 instead of 3; train into another folder"):
+    with pytest.raises(StateError, match="trained with other settings: epochs 2 instead of 3; train into another"):
         training(tmp_path, epochs=3, resume=True).run()
 
 
