@@ -129,6 +129,14 @@ def test_an_arm_that_several_plans_have_is_scored_once_and_every_candidate_as_if
     assert sum(counted) == 3 + 2 + 3 * 2  # arms, flipped arms, and two mixtures of three plans
 
 
+def test_a_candidate_scores_the_same_bits_alone_and_beside_others():
+    rng = torch.Generator().manual_seed(0)
+    predictions, label = torch.rand(1, 5, 9, 16, 16, generator=rng), torch.randint(0, 9, (16, 16), generator=rng)
+    together = scores_of(predictions, [label], np.ones(8))[0]
+    alone = [scores_of(predictions[:, k : k + 1], [label], np.ones(8))[0, 0] for k in range(5)]
+    assert together.tolist() == alone
+
+
 def test_slices_count_as_their_foreground_and_a_little_without_any():
     full = torch.tensor([[0, 1], [1, 0]])
     sizes = sizes_of([full, 0 * full], 2)
