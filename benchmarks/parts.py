@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dltta import Adapter, MemoryBank, Proportional
+from dltta.evaluation.provenance import Provenance
 from dltta.models.nets.architecture import Architecture
 from dltta.objectives import Tent
 from dltta.training.augmentation import Augmentation
@@ -92,9 +93,9 @@ def methods(workload: Workload, settings: argparse.Namespace) -> dict[str, Any]:
 
 
 def measured_in() -> dict[str, Any]:
-    """With which code and threads, and how busy the machine was before this program added to it."""
-    load = round(os.getloadavg()[0], 1)
-    return {"version": __version__, "threads": torch.get_num_threads(), "load": load}
+    """On which processor, with which code and threads, and how busy the machine was before this program added to it."""
+    cpu, load = Provenance.collect(seeds=(), data={}).machine["cpu"], round(os.getloadavg()[0], 1)
+    return {"cpu": cpu, "version": __version__, "threads": torch.get_num_threads(), "load": load}
 
 
 def bank(workload: Workload) -> dict[str, Any]:

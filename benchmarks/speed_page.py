@@ -37,7 +37,7 @@ def _head(results: Mapping[str, Any]) -> str:
     return f"""# Speed
 
 {small}Made by `make bench-speed` on {machine["cpu"]}, {machine["torch_threads"]} threads, {packages}, dltta
-{machine["version"]}.
+{machine["version"]}, where a table names no other.
 Everything in one table was measured in one process, in rounds in which every row has its turn; seconds are medians over
 the rounds, ratios medians of the rounds' ratios. Ratios hold on other machines, seconds do not. Memory is the peak of a
 process that does only this, beyond what it had before network and images existed, with the system's own allocator;
@@ -90,7 +90,8 @@ def measured_in(found: Mapping[str, Any]) -> str:
     if "load" not in found:
         return f"{found['repeats']} rounds."
     busy = " Other programs were running: only ratios tell something." if found["load"] > found["threads"] else ""
-    said = f"{found['repeats']} rounds; dltta {found['version']}, threads: {found['threads']}"
+    where = f" on {found['cpu']}" if "cpu" in found else ""
+    said = f"{found['repeats']} rounds{where}; dltta {found['version']}, threads: {found['threads']}"
     return f"{said}, load of the machine before: {found['load']}.{busy}"
 
 

@@ -149,6 +149,10 @@ def test_a_limit_of_the_recommended_recipe_is_kept_or_missed():
 
 
 def test_a_busy_machine_is_said():
+    elsewhere = {**newer(5, 2), "cpu": "a chip"}
+    assert "3 rounds on a chip; dltta 9, threads: 1, load of the machine before: 0.2.\n" in speed_page._methods(
+        [elsewhere]
+    )
     assert "Other programs were running" in speed_page._methods([newer(5, 2, load=1.3)])
     assert "Other programs were running" not in speed_page._methods([newer(5, 2, load=0.9)])
 
