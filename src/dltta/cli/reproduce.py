@@ -34,7 +34,7 @@ def reproduce(
         typer.Option(
             "--small",
             metavar=FLAG,
-            help="With --phantom: smaller images still, so that all names with three seeds take an hour of one core.",
+            help="With --phantom: smaller images still, so that all names with three seeds take an hour of two cores.",
         ),
     ] = False,
     output: Annotated[
