@@ -2,8 +2,8 @@
 
 python docs/figures/recommended.py cells=runs/real/cells/look/results.json types=runs/real/types/look/results.json
 
-Source models and what they rehearsed lie beside the results, as `--work runs/real/cells` puts them. Where ranking.py
-has written docs/results/ranking.json, the page shows that too.
+Source models and what they rehearsed lie beside the results, as `--work runs/real/cells` puts them. Tasks that are not
+named keep the rows that they have. Where ranking.py has written docs/results/ranking.json, the page shows that too.
 """
 
 import json
@@ -269,9 +269,19 @@ def kept_ranking() -> list[dict] | None:
     return json.loads(RANKING.read_text()) if RANKING.is_file() else None
 
 
+def with_earlier(rows: list[dict], earlier: list[dict]) -> list[dict]:
+    """And those of tasks that were not run again; tasks in the order in which they came first."""
+    again = {row["task"] for row in rows}
+    kept = [row for row in earlier if row["task"] not in again]
+    order = list(dict.fromkeys(row["task"] for row in [*earlier, *rows]))
+    return sorted([*rows, *kept], key=lambda row: order.index(row["task"]))
+
+
 def main() -> None:
+    file = DOCS / "results" / "recommended.json"
     rows = collect({name: Path(path) for name, _, path in (each.partition("=") for each in sys.argv[1:])})
-    (DOCS / "results" / "recommended.json").write_text(json.dumps(rows, indent=1) + "\n")
+    rows = with_earlier(rows, json.loads(file.read_text()) if file.is_file() else [])
+    file.write_text(json.dumps(rows, indent=1) + "\n")
     (DOCS / "recommended.md").write_text(page(rows, kept_ranking()))
 
 

@@ -114,3 +114,10 @@ def test_both_sections_follow_from_the_ranking(script, ranking, tmp_path):
     assert "| cells | b | 6 % | 95 % | 85 % |" in page
     assert "| prostate | b | 4 % | 100 % | 80 % |" in page
     assert "Goals met: source images in 1 of 2 tasks, noise at 2 and negatives at 0 of 2 targets." in page
+
+
+def test_tasks_that_are_not_run_again_keep_their_rows_and_places(script):
+    earlier = [{"task": task, "target": target, "seeds": 1} for task, target in (("a", "1"), ("b", "1"), ("c", "1"))]
+    again = [{"task": "d", "target": "1", "seeds": 3}, {"task": "b", "target": "1", "seeds": 3}]
+    found = script.with_earlier(again, earlier)
+    assert [(row["task"], row["seeds"]) for row in found] == [("a", 1), ("b", 3), ("c", 1), ("d", 3)]
