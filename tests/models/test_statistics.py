@@ -18,6 +18,7 @@ from dltta.models.statistics import (
     Pooled,
     Running,
     Shrinkage,
+    batch_moments,
     excess,
     stateful_layers,
 )
@@ -224,3 +225,13 @@ def test_pooled_statistics_are_those_of_the_image_and_its_nearest_together():
 def test_more_neighbors_than_are_kept_are_refused():
     with pytest.raises(SettingError, match="between 1 and the capacity of 4, got 5"):
         Pooled(capacity=4, neighbors=5)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 8, 16), (1, 2, 6, 5, 4), (7, 3)])
+def test_moments_are_exact_where_the_mean_is_a_thousand_times_the_spread(shape):
+    x = 1000 + torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    mean, variance = batch_moments(x)
+    axes = (0, *range(2, x.ndim))
+    values = x.double().numpy()
+    np.testing.assert_allclose(mean.numpy(), values.mean(axes), rtol=1e-6)
+    np.testing.assert_allclose(variance.numpy(), values.var(axes), rtol=1e-4)  # E[x²] − E[x]² is off by percents

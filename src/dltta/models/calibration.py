@@ -116,8 +116,9 @@ class LayerSamples:
 
     def _record(self, name: str) -> Any:
         def hook(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            variance, mean = torch.var_mean(inputs[0].detach().float().flatten(2), 2, correction=0)
-            self.layers[name][0].append(mean.cpu())
-            self.layers[name][1].append(variance.cpu())
+            values = inputs[0].detach().float().flatten(2)
+            mean = values.mean(2, keepdim=True)  # two passes, as in `batch_moments`
+            self.layers[name][0].append(mean[..., 0].cpu())
+            self.layers[name][1].append((values - mean).square_().mean(2).cpu())
 
         return hook
