@@ -4,7 +4,7 @@ python docs/figures/real.py runs/real
 
 reads runs/real/NAME/*/results.json of every configs/real/NAME.toml: one comparison may be several commands that share
 their models (`--work runs/real/NAME -o runs/real/NAME/methods`). The full results stay where they are: they name every
-case. What is kept beside the page are the numbers that it shows.
+case. What is kept beside the page are the numbers that it shows; a task that is not there again keeps those it has.
 """
 
 import json
@@ -42,14 +42,18 @@ CONTROLS = {
 
 
 def main(folder: Path) -> None:
+    file = DOCS / "results" / "real.json"
+    earlier = json.loads(file.read_text()) if file.is_file() else {}
     kept = {}
     for name in TITLES:
         found = [Results.load(path) for path in sorted((folder / name).glob("*/results.json"))]
         plain = [results for results in found if not changing(results)]
         if plain:
             kept[name] = {**entry(merged(plain)), "changing": [row for each in found for row in changing(each)]}
+        elif name in earlier:
+            kept[name] = earlier[name]
     kept = strict(kept)
-    (DOCS / "results" / "real.json").write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+    file.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
     (DOCS / "real.md").write_text(page(kept))
 
 
