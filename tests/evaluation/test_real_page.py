@@ -1,6 +1,7 @@
 """The page on real images: what its tables say, against numbers worked out by hand."""
 
 import importlib.util
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,3 +64,15 @@ def test_a_long_stream_is_shown_pass_by_pass(script):
     (row,) = script.changing(found)
     assert [(site, round(score, 6)) for site, score in row["parts"]] == [("B", 50.0), ("B", 80.0)]
     assert script.changing(configured(one_target())) == []
+
+
+def test_a_task_that_is_not_run_again_keeps_its_numbers(script, kept, tmp_path, monkeypatch):
+    docs = tmp_path / "docs"
+    (docs / "results").mkdir(parents=True)
+    (docs / "figures").mkdir()
+    (docs / "figures" / "real_head.md").write_text("# Real\n\n<!-- overview -->\n\n## The protocol\n")
+    (docs / "results" / "real.json").write_text(json.dumps(kept))
+    monkeypatch.setattr(script, "DOCS", docs)
+    script.main(tmp_path / "nothing")
+    assert json.loads((docs / "results" / "real.json").read_text()) == kept
+    assert "| recommended | 1 | +10.0 | +10.0 (nuclei_fluo, B) | 32 % |" in (docs / "real.md").read_text()
