@@ -134,3 +134,20 @@ class NoMethod:
 def no_rate():
     """What it gives cannot be called."""
     return 0.1
+
+
+class Diverging:
+    """Its loss grows without bound: finite on the first batch, infinite from the second on."""
+
+    def __init__(self, statistics=BATCH_STATISTICS):
+        self.statistics, self.batches = statistics, 0
+
+    def prepare(self, model):
+        use_test_statistics(model, self.statistics)
+        return affine_parameters(model)
+
+    def __call__(self, model, x, logits):
+        return entropy(logits).mean() * (torch.inf if self.batches else 1.0)
+
+    def after_update(self, model):
+        self.batches += 1

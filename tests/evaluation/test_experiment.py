@@ -9,8 +9,8 @@ from statistics import fmean
 import pytest
 
 import dltta.evaluation.experiment
-from dltta.errors import DataError, SettingError
-from dltta.evaluation.experiment import Experiment, run_experiment
+from dltta.errors import DataError, NonFiniteError, SettingError
+from dltta.evaluation.experiment import Experiment, run_experiment, run_sweep
 from dltta.evaluation.results import Results
 from dltta.evaluation.runners import Local
 from dltta.models.io.checkpoint import load_checkpoint, save_checkpoint
@@ -352,3 +352,35 @@ def test_all_trains_what_methods_of_the_task_need(tmp_path):
     assert every.with_all_parts().training.with_ == ("ttt", "ttt++", "dtta", "atta")
     classes = replace(every, source=("phantom:histology:hospital_0:4",), targets=("phantom:histology:hospital_2:4",))
     assert classes.with_all_parts().training.with_ == ("ttt", "ttt++", "atta")
+
+
+DIVERGING = "methods:Diverging"
+
+
+@pytest.mark.long
+def test_a_method_that_diverges_is_noted_and_the_others_have_their_numbers(finished, tmp_path):
+    folder, _ = finished
+    rates = ("fixed", "dynamic", "matched", "shuffled")
+    experiment = small(tmp_path, work=str(folder), methods=("source", "tent", DIVERGING), rates=rates)
+    again = []
+    for _ in range(2):  # what diverged is not run again
+        (found,) = run_sweep(experiment, {"": experiment.adaptation}, diverging="note").values()
+        assert {(stream.method, stream.rate) for stream in found.streams if stream.target == "cirrus"} == {
+            ("source", "none"), *(("tent", rate) for rate in rates)
+        }  # fmt: skip
+        assert [(each["method"], each["rate"], each["target"]) for each in found.config["diverged"]] == [
+            (DIVERGING, rate, "cirrus") for rate in rates
+        ]
+        assert all("the loss is inf" in each["why"] for each in found.config["diverged"])
+        assert f"{DIVERGING} + dynamic diverged at cirrus, so no number: " in (tmp_path / "table.md").read_text()
+        again.append((tmp_path / "results.json").read_bytes())
+    assert again[0] == again[1]
+
+
+@pytest.mark.long
+def test_an_experiment_that_may_not_diverge_says_so_and_writes_no_table(finished, tmp_path):
+    folder, _ = finished
+    experiment = small(tmp_path, work=str(folder), methods=("source", "tent", DIVERGING), rates=("fixed",))
+    with pytest.raises(NonFiniteError, match="the loss is inf"):
+        run_experiment(experiment)
+    assert not (tmp_path / "results.json").exists()

@@ -220,7 +220,9 @@ def bench(
         return
     device, tracker = grid.device(running.device), grid.tracker(experiment.folder)
     with bars() as listener:
-        results = run_sweep(experiment, recipes, device=device, runner=runner, listener=listener, tracker=tracker)
+        results = run_sweep(
+            experiment, recipes, device=device, runner=runner, listener=listener, tracker=tracker, diverging="note"
+        )
     if "" in results:
         _tell(experiment.folder, results[""], as_json)
     else:

@@ -18,7 +18,7 @@ from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from dltta.core.step import Step
 from dltta.data.case import Case, Cases, Dataset, Mapped
 from dltta.data.sites import SiteFolder, Slices, evenly
 from dltta.data.streams import SiteStream, split_stream, stream_order
-from dltta.errors import DataError, DlttaError, SettingError, StateError
+from dltta.errors import DataError, DlttaError, NonFiniteError, SettingError, StateError
 from dltta.evaluation.examples import Example, Keep, gather_examples
 from dltta.evaluation.files import require_site, run_files
 from dltta.evaluation.formats import csv_text, latex, markdown
@@ -298,6 +298,18 @@ class Bench:
     def stream_file(self, job: Job) -> Path:
         return self.experiment.work_folder / "streams" / f"{self.key(job)}.json"
 
+    def diverged_file(self, job: Job) -> Path:
+        """In the place of a stream: at which numbers it could not go on."""
+        return self.experiment.work_folder / "streams" / f"{self.key(job)}.diverged.json"
+
+    def ended(self, job: Job) -> bool:
+        return self.stream_file(job).is_file() or self.diverged_file(job).is_file()
+
+    def diverged(self, jobs: Sequence[Job]) -> dict[Job, str]:
+        """Those of the jobs that came to numbers that are not finite, and where."""
+        ended = [job for job in jobs if self.diverged_file(job).is_file() and not self.stream_file(job).is_file()]
+        return {job: json.loads(self.diverged_file(job).read_text("utf-8"))["why"] for job in ended}
+
     def example_file(self, job: Job) -> Path:
         return self.experiment.work_folder / "examples" / f"{self.key(job)}.npz"
 
@@ -368,8 +380,13 @@ def run_sweep(
     tracker: Tracker | None = None,
     notes: Sequence[str] = (),
     changing: Results | None = None,
+    diverging: Literal["raise", "note"] = "raise",
 ) -> dict[str, Results]:
-    """An experiment at several points, by name: the same models, one grid of streams, results in a folder for each."""
+    """An experiment at several points, by name: the same models, one grid of streams, results in a folder for each.
+
+    Streams that come to numbers that are not finite are an error, once all others have run, or are noted in the
+    results in the place of a number.
+    """
     runner, listener = runner or Local(), listener or Listener()
     bench, models = prepare(experiment, device, listener, runner)
     benches = {point: bench.at(point, adaptation) for point, adaptation in points.items()}
@@ -379,6 +396,9 @@ def run_sweep(
     found, trained = {}, models.get(0)
     for point, each in benches.items():
         jobs = each.experiment.jobs()
+        for job, why in each.diverged(jobs).items():
+            if diverging == "raise" or job.method == Method.SOURCE:
+                raise NonFiniteError(why)
         found[point] = collect_results(each, jobs)
         write_outputs(each.experiment, found[point], gather_shown(each, jobs, trained), trained, notes, changing)
     return found
@@ -391,13 +411,14 @@ def run_streams(benches: Sequence[Bench], device: str, runner: Runner, listener:
 
     def done(task: Task) -> None:
         bench, job = streams[task.name]
-        tracker.stream(task.name, bench.experiment.recipe(job), Results.load(bench.stream_file(job)).streams[0])
+        if bench.stream_file(job).is_file():
+            tracker.stream(task.name, bench.experiment.recipe(job), Results.load(bench.stream_file(job)).streams[0])
         tick(job)
 
     tasks = {key: Task(key, partial(ensure_stream, bench, job, device)) for key, (bench, job) in streams.items()}
     waiting = []
     for key, (bench, job) in streams.items():
-        if bench.stream_file(job).is_file():
+        if bench.ended(job):
             done(tasks[key])
         else:
             waiting.append(key)
@@ -628,9 +649,17 @@ def uda_training(experiment: Experiment, job: Job, device: str, report: Report) 
 
 
 def ensure_stream(bench: Bench, job: Job, device: str) -> None:
-    """Run a stream unless it is there: a worker that was lost may have come to the end."""
-    if not bench.stream_file(job).is_file():
+    """Run a stream unless it is there: a worker that was lost may have come to the end.
+
+    One that comes to numbers that are not finite does so again: that it did is what is written down.
+    """
+    if bench.ended(job):
+        return
+    try:
         run_job(bench, job, device)
+    except NonFiniteError as error:
+        why = {**asdict(job), "why": str(error)}
+        write_atomically(bench.diverged_file(job), json.dumps(why, ensure_ascii=False) + "\n")
 
 
 def run_job(bench: Bench, job: Job, device: str) -> None:
@@ -678,6 +707,8 @@ def _mean(rates: Sequence[float]) -> float:
 def _dynamic_rates(bench: Bench, job: Job, device: str) -> list[float]:
     """The rates of the dynamic stream that this one is a control of, case by case; it is run if it was not."""
     dynamic = replace(job, rate="dynamic")
+    if (why := bench.diverged([dynamic]).get(dynamic)) is not None:
+        raise NonFiniteError(why)
     if not bench.stream_file(dynamic).is_file():
         run_job(bench, dynamic, device)
     (stream,) = Results.load(bench.stream_file(dynamic)).streams
@@ -705,13 +736,24 @@ def open_stream(experiment: Experiment, job: Job, device: str) -> tuple[Checkpoi
 
 
 def collect_results(bench: Bench, jobs: Sequence[Job]) -> Results:
-    """All finished streams in one, without their timings: stopping and continuing leaves no trace."""
-    single = [Results.load(bench.stream_file(job)) for job in jobs]
+    """All finished streams in one, without their timings: stopping and continuing leaves no trace.
+
+    A method that diverged at a target with one seed or order has no number there, whatever the others gave.
+    """
+    diverged = {(job.target, job.method, job.rate): why for job, why in bench.diverged(jobs).items()}
+    kept = [job for job in jobs if (job.target, job.method, job.rate) not in diverged]
+    single = [Results.load(bench.stream_file(job)) for job in kept]
     data = {site: value for result in single for site, value in result.provenance.data.items()}
     seeds = tuple(bench.experiment.training.seed + seed for seed in range(bench.experiment.seeds))
     provenance = replace(single[0].provenance, seeds=seeds, data=data)
     streams = tuple(_untimed(stream) for result in single for stream in result.streams)
-    return Results({**bench.experiment.describe(), "trained_with": bench.trained_with}, provenance, streams)
+    config = {**bench.experiment.describe(), "trained_with": bench.trained_with}
+    if diverged:
+        config["diverged"] = [
+            {"target": bench.experiment.open_target(target).site, "method": method, "rate": rate, "why": why}
+            for (target, method, rate), why in diverged.items()
+        ]
+    return Results(config, provenance, streams)
 
 
 def _untimed(stream: StreamResult) -> StreamResult:
@@ -756,7 +798,8 @@ def training_curves(checkpoint: Checkpoint) -> dict[str, list[float]]:
 def gather_shown(bench: Bench, jobs: Sequence[Job], checkpoint: Checkpoint | None) -> list[Example]:
     """The examples of the first target, seed and order, with every method's prediction."""
     target = bench.experiment.targets[0]
-    first = [job for job in jobs if (job.target, job.seed, job.order) == (target, 0, 0)]
+    ran = [job for job in jobs if bench.stream_file(job).is_file()]
+    first = [job for job in ran if (job.target, job.seed, job.order) == (target, 0, 0)]
     dataset = _dataset(bench.experiment, target, 0, checkpoint)
     cases = {dataset[i].name: dataset[i] for i in evenly(len(dataset), bench.experiment.examples)}
     kept = {method_label(job.method, job.rate): _load_predictions(bench, job, cases) for job in first}

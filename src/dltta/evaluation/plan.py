@@ -89,7 +89,7 @@ def _streams(bench: Bench, points: Mapping[str, Recipe], timings: "Timings") -> 
     for point, adaptation in points.items():
         at = bench.at(point, adaptation)
         for job in at.experiment.jobs():
-            done = at.stream_file(job).is_file()
+            done = at.ended(job)
             streams.setdefault(at.key(job), _planned(at.experiment, job, point, timings, done=done))
     return tuple(streams.values())
 

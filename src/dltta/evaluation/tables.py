@@ -334,6 +334,10 @@ def _notes(results: Results, rows: Sequence[Row], columns: Sequence[Column]) -> 
     notes.extend(_different_cases_notes(results, columns))
     notes.extend(_decision_notes(results, columns))
     notes.extend(f"{NAMES[name]} left out: {why}" for name, why in results.config.get("left_out", {}).items())
+    notes.extend(
+        f"{method_label(each['method'], each['rate'])} diverged at {each['target']}, so no number: {each['why']}"
+        for each in results.config.get("diverged", ())
+    )
     notes.extend(training_notes(results, {row.method for row in rows}))
     if (seeing := target_note(row.method for row in rows)) is not None:
         notes.append(seeing)
