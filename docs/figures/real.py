@@ -4,7 +4,8 @@ python docs/figures/real.py runs/real
 
 reads runs/real/NAME/*/results.json of every configs/real/NAME.toml: one comparison may be several commands that share
 their models (`--work runs/real/NAME -o runs/real/NAME/methods`). The full results stay where they are: they name every
-case. What is kept beside the page are the numbers that it shows; a task that is not there again keeps those it has.
+case. What is kept beside the page are the numbers that it shows; a task that is not there again keeps those it has, and
+one without long streams those of before.
 """
 
 import json
@@ -49,7 +50,8 @@ def main(folder: Path) -> None:
         found = [Results.load(path) for path in sorted((folder / name).glob("*/results.json"))]
         plain = [results for results in found if not changing(results)]
         if plain:
-            kept[name] = {**entry(merged(plain)), "changing": [row for each in found for row in changing(each)]}
+            long = [row for each in found for row in changing(each)] or earlier.get(name, {}).get("changing", [])
+            kept[name] = {**entry(merged(plain)), "changing": long}
         elif name in earlier:
             kept[name] = earlier[name]
     kept = strict(kept)
