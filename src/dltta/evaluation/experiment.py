@@ -550,18 +550,19 @@ def rehearse_all(
 ) -> dict[int, Checkpoint]:
     """The source models with what each learned at simulated sites; one that has rehearsed is only read."""
     waiting = [seed for seed, model in models.items() if model.rehearsal is None]
-    threads = threads_each(runner, len(waiting))
+    if not waiting:
+        return dict(models)
     if runner.here(len(waiting)):
         with using_threads(threads_each(runner, runner.jobs)):  # as workers have, so that all come to the same
             for seed in waiting:
                 progress = listener.rehearsal(seed)
                 elsewhere = _elsewhere(experiment, seed, device, runner, progress, listener.lost)
                 _rehearse(experiment, seed, device, progress, elsewhere)
-    elif waiting:
+    else:
         tick = listener.rehearsals(len(waiting))
         runner.run(
             [Task(f"rehearsal of seed_{seed}", partial(_rehearse, experiment, seed, device)) for seed in waiting],
-            threads=threads,
+            threads=threads_each(runner, len(waiting)),
             done=lambda task: tick(task.name),
             lost=lambda task: listener.lost(task.name),
         )
