@@ -20,6 +20,7 @@ from dltta.models.statistics import (
     Shrinkage,
     batch_moments,
     excess,
+    image_moments,
     stateful_layers,
 )
 from dltta.objectives import PTBN, Tent
@@ -235,3 +236,26 @@ def test_moments_are_exact_where_the_mean_is_a_thousand_times_the_spread(shape):
     values = x.double().numpy()
     np.testing.assert_allclose(mean.numpy(), values.mean(axes), rtol=1e-6)
     np.testing.assert_allclose(variance.numpy(), values.var(axes), rtol=1e-4)  # E[x²] − E[x]² is off by percents
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 8, 16), (1, 2, 6, 5, 4), (1, 3, 170, 150), (2, 2, 20, 30, 40)])
+def test_moments_with_channels_last_are_those_of_all_values(shape):
+    """More positions than a piece has, and a rest: 25,500 and 48,000."""
+    spatial = {4: torch.channels_last, 5: torch.channels_last_3d}[len(shape)]
+    x = (5 + 3 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(memory_format=spatial)
+    x[-1, :, -1] += 7  # the rest differs from what is before it
+    axes = (0, *range(2, x.ndim))
+    mean, variance = batch_moments(x)
+    values = x.double().numpy()
+    np.testing.assert_allclose(mean.numpy(), values.mean(axes), rtol=3e-6)
+    np.testing.assert_allclose(variance.numpy(), values.var(axes), rtol=1e-5)
+    for one, image in zip(zip(*image_moments(x), strict=True), values, strict=True):
+        own = tuple(range(1, image.ndim))
+        np.testing.assert_allclose(one[0].numpy(), image.mean(own), rtol=3e-6)
+        np.testing.assert_allclose(one[1].numpy(), image.var(own), rtol=1e-5)
+
+
+def test_moments_of_a_single_row_have_no_variance():
+    mean, variance = batch_moments(torch.tensor([[1.0, 2.0]]))
+    assert mean.tolist() == [1.0, 2.0]
+    assert variance.tolist() == [0.0, 0.0]

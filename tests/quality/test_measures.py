@@ -29,7 +29,8 @@ USUAL = Usual((0.0, 0.0), (1.0, 1.0), (-1.0, -1.0), (1.0, 1.0), math.log(2) - 0.
 
 def test_entropy_and_that_of_the_foreground_by_hand():
     found = entropies(torch.stack([SURE, EVEN]))
-    assert found.tolist() == pytest.approx([0.0, math.log(2)], abs=1e-6)
+    assert found.shape == (2, 4)
+    assert found.mean(1).tolist() == pytest.approx([0.0, math.log(2)], abs=1e-6)
     table = measure(torch.stack([SURE, EVEN]), USUAL, [0.0, 0.25])
     assert table[:, OWN.index("entropy")] == pytest.approx([math.log(1e-4), math.log(math.log(2) + 1e-4)])
     assert table[:, OWN.index("foreground_entropy")] == pytest.approx([0.0, 2 * math.log(2) / (2 + 4e-3)], abs=1e-6)
@@ -51,6 +52,15 @@ def test_roughness_is_the_length_of_borders_against_the_size_of_the_foreground()
     assert roughness(striped) == pytest.approx([math.log(4) - 0.5 * math.log(3)])  # three borders
     table = measure(torch.cat([half, striped]), USUAL, [0.0, 0.0])
     assert table[:, OWN.index("roughness")] == pytest.approx([0.0, math.log1p(math.log(2))])
+
+
+def test_products_are_those_in_double_for_any_number_of_positions():
+    torch.manual_seed(0)
+    for positions in ((50, 50), (64, 64), (3, 70, 61)):  # 2500, 4096 and 12810 of each class
+        predictions = torch.rand(3, 4, *positions).softmax(1)
+        flat = predictions[:, 1:].flatten(1).double().numpy()
+        slow = [[float(sum(p * q)) for q in flat] for p in flat]
+        np.testing.assert_allclose(products_of(predictions), slow, rtol=1e-7)
 
 
 def test_agreement_is_that_of_the_foreground_alone():

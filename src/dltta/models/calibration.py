@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dltta.errors import SettingError
-from dltta.models.statistics import Moments
+from dltta.models.statistics import Moments, image_moments
 
 DRAWS = 256  # random batches that stand for "any batch of this size"
 
@@ -116,9 +116,8 @@ class LayerSamples:
 
     def _record(self, name: str) -> Any:
         def hook(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            values = inputs[0].detach().float().flatten(2)
-            mean = values.mean(2, keepdim=True)  # two passes, as in `batch_moments`
-            self.layers[name][0].append(mean[..., 0].cpu())
-            self.layers[name][1].append((values - mean).square_().mean(2).cpu())
+            means, variances = image_moments(inputs[0].detach().float())
+            self.layers[name][0].append(means.cpu())
+            self.layers[name][1].append(variances.cpu())
 
         return hook

@@ -17,6 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dltta.errors import SettingError
 from dltta.models.normalization import BatchNormWrapper, TestBatchNorm
 
+PIECE = 8192  # rows whose values are summed one after the other; sums of more lose digits
+
 
 @dataclass(frozen=True)
 class Moments:
@@ -264,10 +266,35 @@ def excess(deviations: Tensor, images: Tensor | float = 1.0) -> Tensor:
 def batch_moments(input: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and variance per channel over batch and positions, (C,) each, without gradient.
 
-    In two passes, which are as exact as `torch.var_mean` and take a tenth of its time on a CPU.
+    In two passes, which are as exact as `torch.var_mean` and take a tenth of its time on a CPU; with channels last on a
+    CPU by pieces, as exact in less than half the time of that.
     """
     with torch.no_grad():
+        rows = input.movedim(1, -1)
+        if rows.is_contiguous() and input.device.type == "cpu" and input.dtype == torch.float32:
+            return _moments_of_rows(rows.flatten(0, -2))
         axes = [0, *range(2, input.ndim)]
         mean = input.mean(axes, keepdim=True)
         variance = (input - mean).square_().mean(axes)
     return mean.flatten(), variance
+
+
+def image_moments(input: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance of each image's channels over positions, (B, C) each."""
+    if len(input) == 1:
+        mean, variance = batch_moments(input)
+        return mean[None], variance[None]
+    values = input.flatten(2)
+    means = values.mean(2, keepdim=True)
+    return means[..., 0], (values - means).square_().mean(2)
+
+
+def _moments_of_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Of values (rows, C). What batch normalization sums plainly stays exact in pieces of a few thousand rows."""
+    pieces = [torch.batch_norm_update_stats(piece, None, None, 0.0) for piece in rows.split(PIECE)]
+    if len(pieces) == 1:
+        return pieces[0]
+    means, variances = (torch.stack(each) for each in zip(*pieces, strict=True))  # (pieces, C) each
+    shares = torch.tensor([[min(PIECE, len(rows) - start) / len(rows)] for start in range(0, len(rows), PIECE)])
+    mean = (shares * means).sum(0)
+    return mean, (shares * (variances + (means - mean).square())).sum(0)

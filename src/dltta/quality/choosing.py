@@ -180,19 +180,31 @@ class Views:
         self._own: dict[tuple[str, bool], Table] = {}
         self._entropies: dict[tuple[str, bool], Tensor] = {}
         self._products: dict[bool, Table] = {}
+        self._changed: dict[str, list[float]] = {}
+        self._stacked: dict[bool, Tensor] = {}
 
     def given(self, name: str, flip: bool) -> Tensor:
         """The prediction of an arm, averaged with that of the flipped image if there is one."""
-        return (self.plain[name] + self.flipped[name]) / 2 if flip else self.plain[name]
+        if not flip:
+            return self.plain[name]
+        return self._stack(flip)[:, self._names(flip).index(name)]
+
+    def stacked(self, names: Sequence[str], flip: bool) -> Tensor:
+        """What the arms give, (B, A, C, *positions)."""
+        every = self._names(flip)
+        return self._stack(flip) if list(names) == every else self._stack(flip)[:, [every.index(n) for n in names]]
 
     def changed(self, name: str, flip: bool) -> list[float]:
         """How much of each prediction the flip changes."""
         if not flip:
             return [0.0] * len(self.image)
-        return [agreement_lost(*pair) for pair in zip(self.plain[name], self.flipped[name], strict=True)]
+        if name not in self._changed:
+            pairs = zip(self.plain[name], self.flipped[name], strict=True)
+            self._changed[name] = [agreement_lost(*pair) for pair in pairs]
+        return self._changed[name]
 
     def entropies(self, name: str, flip: bool) -> Tensor:
-        """(B,)"""
+        """At each position, (B, positions)."""
         if (name, flip) not in self._entropies:
             self._entropies[name, flip] = entropies(self.given(name, flip))
         return self._entropies[name, flip]
@@ -200,28 +212,42 @@ class Views:
     def own(self, name: str, flip: bool, usual: Usual) -> Table:
         """The signals `OWN` of an arm, (B, O)."""
         if (name, flip) not in self._own:
-            given = self.given(name, flip)[:, None]
-            self._own[name, flip] = self.measured(given, np.array(self.changed(name, flip))[:, None], usual)[:, 0]
+            given, entropy = self.given(name, flip)[:, None], self.entropies(name, flip)[:, None]
+            changed = np.array(self.changed(name, flip))[:, None]
+            self._own[name, flip] = self.measured(given, changed, usual, entropy)[:, 0]
         return self._own[name, flip]
 
-    def measured(self, predictions: Tensor, changed: Table, usual: Usual) -> Table:
-        """The signals `OWN` of predictions (B, K, C, *positions) that a flip changes by so much (B, K): (B, K, O)."""
+    def measured(self, predictions: Tensor, changed: Table, usual: Usual, entropy: Tensor) -> Table:
+        """The signals `OWN` of predictions (B, K, C, *positions), (B, K, O).
+
+        A flip changes them by so much (B, K), and their entropies are these (B, K, positions).
+        """
         batched = predictions.ndim == 3 and len(predictions) >= ENOUGH
         marginals = predictions.mean(0) if batched else None
         references = [None] * len(predictions) if self.reference is None else list(self.reference)
         return np.stack([
-            measure(each, usual, flips.tolist(), marginals, reference)
-            for each, flips, reference in zip(predictions, changed, references, strict=True)
+            measure(each, usual, flips.tolist(), marginals, reference, uncertain)
+            for each, flips, uncertain, reference in zip(predictions, changed, entropy, references, strict=True)
         ])  # fmt: skip
 
     def products(self, names: Sequence[str], flip: bool) -> Table:
         """(B, A, A): sums of products of each two arms."""
-        every = [name for name in self.plain if not flip or name in self.flipped]
         if flip not in self._products:
-            stacked = torch.stack([self.given(name, flip) for name in every], 1)
-            self._products[flip] = np.stack([products_of(image) for image in stacked])
-        places = [every.index(name) for name in names]
+            self._products[flip] = np.stack([products_of(image) for image in self._stack(flip)])
+        places = [self._names(flip).index(name) for name in names]
         return self._products[flip][:, places][:, :, places]
+
+    def _names(self, flip: bool) -> list[str]:
+        return [name for name in self.plain if not flip or name in self.flipped]
+
+    def _stack(self, flip: bool) -> Tensor:
+        """What all arms give, (B, A, C, *positions)."""
+        if flip not in self._stacked:
+            stacked = torch.stack([self.plain[name] for name in self._names(flip)], 1)
+            if flip:
+                stacked = stacked.add_(torch.stack([self.flipped[name] for name in self._names(flip)], 1)).div_(2)
+            self._stacked[flip] = stacked
+        return self._stacked[flip]
 
 
 def look(
@@ -260,33 +286,44 @@ def image_signals(x: Tensor, samples: LayerSamples, yardstick: Yardstick) -> Tab
 class Candidates:
     """The predictions of a plan for one batch, and their signals."""
 
-    predictions: Tensor  # (B, K, C, *positions)
-    signals: Table  # (B, K, S); without a yardstick all 0
+    arms: Tensor  # (B, A, C, *positions)
+    mixtures: Tensor  # (B, M, C, *positions)
+    signals: Table  # (B, A + M, S); without a yardstick all 0
+
+    def of(self, image: int, place: int) -> Tensor:
+        """The prediction (C, *positions) of an image by the candidate at this place of the plan."""
+        arms = self.arms.shape[1]
+        return self.arms[image, place] if place < arms else self.mixtures[image, place - arms]
+
+    @property
+    def predictions(self) -> Tensor:
+        """All of them, (B, A + M, C, *positions)."""
+        return torch.cat([self.arms, self.mixtures], 1)
 
 
 def assemble(plan: Plan, views: Views, usual: Usual | None) -> Candidates:
     """Arms, averaged with their flips if the plan has one, then mixtures of them."""
     flip = plan.flip is not None
-    arms = torch.stack([views.given(name, flip) for name in plan.arms], 1)  # (B, A, C, *positions)
+    arms = views.stacked(plan.arms, flip)
     kinds = plan.candidates[len(plan.arms) :]
-    entropy = torch.stack([views.entropies(name, flip) for name in plan.arms], 1)  # (B, A)
+    entropy = torch.stack([views.entropies(name, flip).mean(1) for name in plan.arms], 1)  # (B, A)
     weights = torch.stack([mixture_weights(entropy, kind) for kind in kinds], 1) if kinds else entropy[:, None][:, :0]
     mixed = torch.bmm(weights, arms.flatten(2)).reshape(len(arms), len(kinds), *arms.shape[2:])
-    predictions = torch.cat([arms, mixed], 1)
     if usual is None:
-        return Candidates(predictions, np.zeros((*predictions.shape[:2], len(SIGNALS))))
+        return Candidates(arms, mixed, np.zeros((len(arms), len(plan.candidates), len(SIGNALS))))
     whole = np.concatenate([np.broadcast_to(np.eye(len(plan.arms)), (len(arms), *[len(plan.arms)] * 2)), weights], 1)
     changed = np.stack([views.changed(name, flip) for name in plan.arms], 1)  # (B, A)
     own = np.stack([views.own(name, flip, usual) for name in plan.arms], 1)
     if kinds:
         turned = np.einsum("bma,ba->bm", weights.numpy(), changed)
-        own = np.concatenate([own, views.measured(mixed, turned, usual)], 1)
+        uncertain = entropies(mixed.flatten(0, 1)).unflatten(0, (len(arms), len(kinds)))
+        own = np.concatenate([own, views.measured(mixed, turned, usual, uncertain)], 1)
     agreed = [agreements(w @ each @ w.T) for w, each in zip(whole, views.products(plan.arms, flip), strict=True)]
     signals = np.stack([
         candidate_signals(each, matrix, len(plan.arms), about)
         for each, matrix, about in zip(own, agreed, views.image, strict=True)
     ])  # fmt: skip
-    return Candidates(predictions, signals)
+    return Candidates(arms, mixed, signals)
 
 
 class ChoosingAdapter(Adapter):
@@ -370,7 +407,7 @@ class ChoosingAdapter(Adapter):
             flip = self.plan.flip
             flipped = {} if flip is None else {arm: self._arms.flipped(arm, x, flip) for arm in self.plan.arms}
             views = Views(logits, flipped, np.zeros((len(x), len(IMAGE_SIGNALS))), None)
-            given = assemble(self.plan, views, None).predictions[0, self.plan.candidates.index(name)]
+            given = assemble(self.plan, views, None).of(0, self.plan.candidates.index(name))
             return as_logits(given, views.logits[SOURCE].shape[1]).to(x)[None]
 
     def reset(self) -> None:
@@ -402,7 +439,7 @@ class ChoosingAdapter(Adapter):
                 decisions.append(Decision(Outcome.SOURCE, Reason.CONSTANT_IMAGE, "the image is constant"))
                 continue
             plain = name in self.plan.arms and self.plan.flip is None
-            given = made.predictions[i, self.plan.candidates.index(name)]
+            given = made.of(i, self.plan.candidates.index(name))
             logits[i] = views.logits[name][i] if plain else as_logits(given, len(logits[i])).to(logits)
             decisions.append(_decision(name, None if expected is None else expected[i]))
         scores = views.image[:, IMAGE_SIGNALS.index("ood")]
