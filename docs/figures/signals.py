@@ -1,4 +1,5 @@
-"""Which signals earn their place? From the rehearsals of models: the error of the quality model without each signal.
+"""Which signals earn their place? From the rehearsals of models: the error of the quality model without each signal,
+and what choosing a candidate for each image gained over giving one everywhere.
 
     python docs/figures/signals.py cells=MODEL types=MODEL …
 
@@ -19,7 +20,10 @@ def found_in(folder):
     """Errors with all signals and without each, and the plan, of the batch size that the task is run with."""
     sizes = json.loads((Path(folder) / "rehearsal.json").read_text())["batch_sizes"]
     size = max(sizes, key=int)
-    return {"batch": int(size), **{key: sizes[size]["default"][key] for key in ("signals", "plan", "policy")}}
+    return {
+        "batch": int(size),
+        **{key: sizes[size]["default"][key] for key in ("signals", "plan", "policy", "choosing")},
+    }
 
 
 def table(models):
@@ -27,6 +31,10 @@ def table(models):
     plans = [" + ".join(each["plan"]["arms"]) for each in models.values()]
     flips = ["" if each["plan"]["flip"] is None else ", flip" for each in models.values()]
     lines.append("| chosen plan | " + " | ".join(map("".join, zip(plans, flips, strict=True))) + " |")
+    gains = [
+        f"{100 * each['choosing']['gain']:+.1f} ± {100 * each['choosing']['error']:.1f}" for each in models.values()
+    ]
+    lines.append("| choosing for each image gained, points | " + " | ".join(gains) + " |")
     lines.append("| error with all | " + " | ".join(f"{each['signals']['all']:.3f}" for each in models.values()) + " |")
     for signal in SIGNALS:
         worse = [each["signals"][signal] - each["signals"]["all"] for each in models.values()]
