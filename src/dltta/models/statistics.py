@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dltta.errors import SettingError
 from dltta.models.normalization import BatchNormWrapper, TestBatchNorm
 
-PIECE = 8192  # rows whose values are summed one after the other; sums of more lose digits
+PIECE = 16384  # rows whose values are summed one after the other; sums of more lose digits
 
 
 @dataclass(frozen=True)
