@@ -31,10 +31,13 @@ TITLES = {
     "nuclei_fluo": "Nuclei in fluorescence, one acquisition format → another",
     "oct_layers": "Retinal layers, Optovue → Cirrus",
     "prostate_t2": "Prostate MRI, slice by slice, Radboud → UCL and BIDMC",
+    "prostate_t2_ucl": "Prostate MRI, slice by slice, UCL → Radboud and BIDMC",
+    "prostate_t2_bidmc": "Prostate MRI, slice by slice, BIDMC → Radboud and UCL",
     "prostate_t2_3d": "Prostate MRI, whole volumes, Radboud → UCL and BIDMC",
     "spinal_cord": "Spinal cord MRI, one scanner → three others",
 }
 PAPER = ("tent", "ttt", "atta")
+OTHER_SITES = {"prostate_t2_ucl": "prostate_t2", "prostate_t2_bidmc": "prostate_t2"}  # with --source and --target
 COLUMNS = {"ucl": "D", "bidmc": "E"}  # of the paper's prostate table, whose source A is Radboud
 SHARED = ("source", "seeds", "orders", "cases", "size", "training")  # by comparisons that are one
 CONTROLS = {
@@ -356,6 +359,11 @@ def run_of(task: dict) -> str:
     )
 
 
+def configured(name: str) -> str:
+    """The file of a task, or that of which it takes other sites."""
+    return f"`configs/real/{OTHER_SITES.get(name, name)}.toml`{' with other sites' if name in OTHER_SITES else ''}"
+
+
 def changes(kept: dict) -> str:
     parts = []
     for name, task in kept.items():
@@ -451,11 +459,11 @@ def page(kept: dict) -> str:
     for name, task in kept.items():
         notes = "  \n".join(note for note in task["notes"] if not note.startswith(("Points", "With a sign")))
         parts.append(
-            f"## {TITLES[name]}\n\n`configs/real/{name}.toml`: {run_of(task)}\n\n{task_table(task)}\n\n"
+            f"## {TITLES[name]}\n\n{configured(name)}: {run_of(task)}\n\n{task_table(task)}\n\n"
             f"{task['metric'].capitalize()} in points; gain over Source with its 95 % interval (bootstrap over "
             f"patients and source trainings).  \n{notes}"
         )
-        if set(COLUMNS) & set(task["targets"]):
+        if task["source"][0].endswith("/radboud") and set(COLUMNS) & set(task["targets"]):
             parts.append(beside_the_paper(task))
     parts.append(
         "## Long and changing streams\n\nOne stream, several parts: the adapter is told nothing of where a part begins "
@@ -470,7 +478,7 @@ def page(kept: dict) -> str:
         )
     parts += earlier
     if missing:
-        parts.append("## Not run\n\n" + "\n".join(f"- {TITLES[name]} (`configs/real/{name}.toml`)" for name in missing))
+        parts.append("## Not run\n\n" + "\n".join(f"- {TITLES[name]} ({configured(name)})" for name in missing))
     return "\n\n".join(parts) + "\n"
 
 
