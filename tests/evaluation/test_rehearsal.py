@@ -35,10 +35,11 @@ from dltta.evaluation.rehearsal import (
     tuned,
     worth_of,
 )
-from dltta.models.io.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from dltta.models.io.checkpoint import Checkpoint, Reconstructions, load_checkpoint, save_checkpoint
 from dltta.models.io.opening import open_checkpoint, open_model
 from dltta.models.io.rehearsal import save_rehearsal
 from dltta.models.nets.architecture import Architecture
+from dltta.models.parts.autoencoders import UNET_LEVELS, AutoEncoders
 from dltta.quality.candidates import Arms, Plan
 from dltta.quality.choosing import Rehearsed, Yardstick, assemble, look
 from dltta.quality.measures import SIGNALS
@@ -410,6 +411,11 @@ def test_a_model_folder_keeps_its_rehearsal_and_refuses_that_of_another_network(
     found = rehearse(opened, [blob(seed) for seed in range(20, 24)])
     save_rehearsal(tmp_path, found)
     assert open_model(str(tmp_path)).rehearsal == json.loads(json.dumps(found))
+    levels = Reconstructions(AutoEncoders({"image": (1, 32, 32)}, width=8), UNET_LEVELS, (4, 8, 16))
+    with_parts = replace(checkpoint, reconstructions=levels)  # as `dltta bench` adds what another method needs
+    save_checkpoint(tmp_path, with_parts)
+    assert open_model(str(tmp_path)).rehearsal == json.loads(json.dumps(found))
+    assert open_model(str(tmp_path)).fingerprint != opened.fingerprint
     save_rehearsal(tmp_path, {**found, "network": "0" * 64})
     with pytest.raises(StateError, match="belongs to another network"):
         open_model(str(tmp_path))

@@ -176,7 +176,7 @@ def _calibrate_unlabeled(opened: OpenedModel, site: Dataset, folder: Path) -> di
     calibration = calibrate(opened.model, _alike(images))
     found: dict[str, Any] = {
         "format": FORMAT,
-        "network": opened.fingerprint,
+        "network": opened.rehearser,
         "cases": {"1": len(images)},
         "batch_sizes": {},
     }

@@ -183,7 +183,7 @@ def rehearse(
     means = {str(size): setup.candidate_means(records) for size, records in rows.items()}
     return {
         "format": FORMAT,
-        "network": opened.fingerprint,
+        "network": opened.rehearser,
         "cases": {str(size): count for size, count in setup.extent.counts.items()},
         "sites": [{"name": stream.name, "changes": [site.describe() for site in stream.sites]} for stream in streams],
         "usual": setup.usual.as_json(),
@@ -275,7 +275,7 @@ class Setup:
             cases.update(image.numpy().tobytes() + label.numpy().tobytes())
         sites = [site.as_json() for site in stream.sites]
         decisive = [
-            self.opened.fingerprint, cases.hexdigest(), sites, stream.framing, batch_size, SCORED, self.flip, self.seed,
+            self.opened.rehearser, cases.hexdigest(), sites, stream.framing, batch_size, SCORED, self.flip, self.seed,
             self.sliced,
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]

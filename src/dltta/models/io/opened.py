@@ -165,6 +165,12 @@ class OpenedModel:
     bundle: Path | None = None  # where it came from, if it is a bundle: the folder or zip
     nnunet: "NNUNetFolder | None" = None  # where it came from, if it is nnU-Net's
     takes_volumes: bool = False  # a 2-D network whose `prepare` and `window` take volumes themselves, as nnU-Net's
+    alone: str = ""  # the fingerprint without the parts of methods, where there may be any
+
+    @property
+    def rehearser(self) -> str:
+        """Whose rehearsal is it? Parts of methods that are trained later do not change the network that rehearsed."""
+        return self.alone or self.fingerprint
 
     def for_method(self, method: str) -> "OpenedModel":
         """The same model with the network that the method starts from; see `Checkpoint.for_method`."""

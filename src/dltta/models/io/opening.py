@@ -1,13 +1,13 @@
 """2 networks. Any trained network by its name on the command line: ours, a bundle, nnU-Net's, one's own code."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from dltta.data.case import Task
 from dltta.data.formats.images import Image
@@ -232,9 +232,14 @@ def open_checkpoint(checkpoint: Checkpoint, name: str) -> OpenedModel:
         rehearsal=checkpoint.rehearsal,
         checkpoint=checkpoint,
     )
-    opened = replace(opened, fingerprint=_fingerprint(opened, preprocessing, architecture.as_json()))
+    network = architecture.as_json()
+    opened = replace(
+        opened,
+        fingerprint=_fingerprint(opened, preprocessing, network, checkpoint.modules()),
+        alone=_fingerprint(opened, preprocessing, network),
+    )
     if opened.rehearsal is not None:
-        require_same_network(opened.rehearsal, opened.fingerprint, name)
+        require_same_network(opened.rehearsal, opened.rehearser, name)
     return opened
 
 
@@ -243,7 +248,7 @@ def with_rehearsal(opened: OpenedModel, folder: Path) -> OpenedModel:
     rehearsal = load_rehearsal(folder)
     if rehearsal is None:
         raise SettingError(f"{folder} holds no calibration; `dltta calibrate -o {folder}` writes one")
-    require_same_network(rehearsal, opened.fingerprint, str(folder))
+    require_same_network(rehearsal, opened.rehearser, str(folder))
     known = load_layers(folder, rehearsal) or opened.calibration
     return replace(opened, rehearsal=rehearsal if rehearsal["batch_sizes"] else None, calibration=known)
 
@@ -260,7 +265,10 @@ def _trained_patch(checkpoint: Checkpoint, name: str) -> tuple[int, ...] | None:
     return tuple(patch)
 
 
-def _fingerprint(opened: OpenedModel, preprocessing: Preprocessing, network: Any) -> str:
+def _fingerprint(
+    opened: OpenedModel, preprocessing: Preprocessing, network: Any, parts: Sequence[nn.Module] | None = None
+) -> str:
+    """Of the network, or of it and its `parts`."""
     description = {
         "task": opened.task,
         "classes": opened.classes,
@@ -268,8 +276,7 @@ def _fingerprint(opened: OpenedModel, preprocessing: Preprocessing, network: Any
         "preprocessing": preprocessing.as_json(),
         "activation": opened.activation,
     }
-    parts = [opened.model] if opened.checkpoint is None else opened.checkpoint.modules()
-    return fingerprint(*parts, description=description)
+    return fingerprint(*(parts or [opened.model]), description=description)
 
 
 def _preparation(
