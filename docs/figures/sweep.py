@@ -1,38 +1,23 @@
-"""How much does the initial rate matter? python docs/figures/sweep.py runs/sweep
+"""How much does the initial rate matter? python docs/figures/sweep.py
 
-Reads finished benchmarks of Tent at several rates (docs/real.md says how); writes docs/results/sweep.json and
-docs/images/sweep.png. docs/figures/real.py puts the table on its page.
+Draws docs/images/sweep.png from docs/results/sweep.json: Tent at several rates, fixed and with the default of an
+earlier version (a relative rate and the guard), which this version does not have. docs/figures/real.py puts the table
+on its page.
 """
 
 import json
 import math
-import sys
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from dltta.evaluation.results import Results
-from dltta.recipes import split_rate
-
 DOCS = Path(__file__).parent.parent
 COLORS = {"fixed": "#c0392b", "recommended": "#1f6fb4"}
+LABELS = {"fixed": "Tent, fixed rate", "recommended": "Tent, an earlier default"}
 
 
-def main(folder: Path) -> None:
-    found = {}
-    for file in sorted(folder.glob("*/results.json")):
-        results = Results.load(file)
-        metric = "accuracy" if any(row.metric == "accuracy" for row in results.summary) else "dice"
-        for row in results.summary:
-            if row.metric != metric or row.source == row.target:
-                continue
-            cell = found.setdefault(f"{file.parent.name}, {row.target}", {"fixed": {}, "recommended": {}})
-            if row.method == "source":
-                cell["source"] = 100 * row.mean
-            elif row.method == "tent" and split_rate(row.rate)[1] is not None:
-                rule, alpha = split_rate(row.rate)
-                cell[rule][f"{alpha:g}"] = 100 * row.mean
-    (DOCS / "results" / "sweep.json").write_text(json.dumps(found, indent=1) + "\n")
+def main() -> None:
+    found = json.loads((DOCS / "results" / "sweep.json").read_text())
     draw(found).savefig(DOCS / "images" / "sweep.png", dpi=120)
 
 
@@ -45,7 +30,7 @@ def draw(found: dict) -> Figure:
         axis.axhline(cell["source"], color="#888888", linewidth=1, label="source")
         for rule, color in COLORS.items():
             points = sorted((float(alpha), score) for alpha, score in cell[rule].items())
-            axis.semilogx(*zip(*points, strict=True), "o-", color=color, markersize=4, label=f"Tent, {rule}")
+            axis.semilogx(*zip(*points, strict=True), "o-", color=color, markersize=4, label=LABELS[rule])
         axis.set_title(name, fontsize=9, loc="left")
         axis.set_ylim(0, 100)
         axis.spines[["top", "right"]].set_visible(False)
@@ -58,4 +43,4 @@ def draw(found: dict) -> Figure:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()
