@@ -27,6 +27,7 @@ from dltta.evaluation.rehearsal import (
     framed,
     gain_of,
     operations,
+    refusing,
     rehearse,
     scores_of,
     sizes_of,
@@ -336,6 +337,46 @@ def test_the_review_threshold_spares_source_images_and_flags_harmful_ones():
     expected = {site: found.quality.expected(record.signals["source+batch"]) for site, record in sites.items()}
     assert (expected["noise"].max(1) < found.review_below).mean() >= 0.9
     assert (expected["source"].max(1) < found.review_below).mean() <= 0.05
+
+
+def test_harmful_images_are_refused_by_their_signals_even_if_they_score_well():
+    """Signal 3 tells them; both kinds score the same."""
+    sites = {name: recorded([0.9, 0.8, 0.85, 0.85], i) for i, name in enumerate(["source", *"abcd"])}
+    for i, name in enumerate(["noise", "noise at a"]):
+        sites[name] = recorded([0.9, 0.8, 0.85, 0.85], 7 + i)
+        sites[name].signals["source+batch"][..., 3] += 5.0
+    plan = Plan(("source", "batch"))
+    fitted = tuned(plan, {site: each for site, each in sites.items() if site != "noise at a"}, ["noise"])[1].rehearsed
+    found = refusing(fitted, sites, ["noise", "noise at a"], 1)
+    assert replace(found, refusal=None) == fitted
+    refused = {site: found.refusal.applies(record.signals["source+batch"]) for site, record in sites.items()}
+    assert min(refused["noise"].mean(), refused["noise at a"].mean()) > 0.9
+    below = found.quality.expected(sites["source"].signals["source+batch"]) < found.review_below
+    assert not (refused["source"] & ~below)[:, 0].any()  # 5 % of ten images are none
+    assert refusing(fitted, {"source": sites["source"]}, [], 1) == fitted  # nothing to tell apart
+
+
+@pytest.mark.usefixtures("short_rehearsal")
+def test_harmful_images_of_other_sites_decide_what_is_refused_and_nothing_else(trained_model, monkeypatch):
+    opened = open_checkpoint(load_checkpoint(trained_model), "model")
+    cases = [blob(seed) for seed in range(20, 24)]
+    streams = rehearsal.Setup.of(opened, cases, 0).streams()
+    away = [stream for stream in streams if stream.refused_only]
+    drawn = [stream.sites[0] for stream in streams if stream.name.startswith("site")]
+    assert [each.name for each in away] == [
+        f"{harm} at {site.name}" for harm, site in zip(rehearsal.REFUSED, drawn, strict=False)
+    ]
+    assert all(each.harmful for each in away)
+    for each, site in zip(away, drawn, strict=False):  # first the site, then the harm
+        assert each.sites[0].changes[: len(site.changes)] == site.changes
+        assert len(each.sites[0].changes) == len(site.changes) + 1
+    found = rehearse(opened, cases)["batch_sizes"]["1"]["default"]
+    assert not any(" at " in row["site"] for row in found["scores"])
+    assert found["refusal"] is not None
+    monkeypatch.setattr(rehearsal, "harmful_at", lambda harmful, site: replace(harmful, name=f"{harmful.name} at home"))
+    other = rehearse(opened, cases)["batch_sizes"]["1"]["default"]
+    assert other["refusal"] != found["refusal"]
+    assert {**other, "refusal": None} == {**found, "refusal": None}
 
 
 # the whole

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -38,6 +39,7 @@ from dltta.quality.measures import (
     measure,
     products_of,
 )
+from dltta.quality.refusal import Refusal
 from dltta.training.calibration import calibrate
 from networks import Classifier, Segmenter, trained
 
@@ -234,6 +236,18 @@ def test_an_unlikely_good_prediction_is_to_be_reviewed():
     low = rehearsed()
     low = Rehearsed(low.plan, low.policy, low.quality, low.radius, review_below=0.71)
     assert choosing(low).step(IMAGES[0]).decision.expected.review
+
+
+@pytest.mark.parametrize(("above", "review"), [(0.9, True), (1.1, False)])
+def test_a_prediction_that_looks_like_one_of_a_harmful_image_is_to_be_reviewed_however_good(above, review):
+    count = len(SIGNALS)
+    refusal = Refusal(np.zeros(count), np.ones(count), np.r_[1.0, np.zeros(2 * count)], above)  # all alike: 1
+    found = replace(rehearsed(), refusal=refusal, review_below=0.0)
+    assert choosing(found).step(IMAGES[0]).decision.expected.review is review
+    saved = json.loads(json.dumps(found.as_json()))
+    assert choosing(Rehearsed.from_json(saved)).step(IMAGES[0]).decision.expected.review is review
+    del saved["refusal"]  # of a version that had none
+    assert choosing(Rehearsed.from_json(saved)).step(IMAGES[0]).decision.expected.review is False
 
 
 def test_without_a_rehearsal_the_entropy_weighted_mixture_is_given():

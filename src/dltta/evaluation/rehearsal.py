@@ -32,6 +32,7 @@ from dltta.quality.candidates import BATCH, EFFORTS, SOURCE, Arms, Plan, possibl
 from dltta.quality.choosing import Policy, Recollection, Rehearsed, StreamMean, Views, Yardstick, assemble, look
 from dltta.quality.estimate import Fitted, conformal_radius, fit
 from dltta.quality.measures import SIGNALS, Table, Usual
+from dltta.quality.refusal import fit_refusal
 from dltta.training.calibration import calibrate
 from dltta.training.examples import Pair
 
@@ -42,7 +43,7 @@ CASES: dict[Task, dict[int, int]] = {"segmentation": {1: 20}, "classification": 
 FEWEST_CASES: dict[Task, int] = {"segmentation": 8, "classification": 32}
 FEWEST_ONE_BY_ONE = 8
 MOST_SITES, FEWEST_SITES = 24, 8  # sites are what is generalized over: rather more of them than more cases
-PASSES, FURTHER = 15, 5  # arms with their flips, steps; streams beside the simulated sites
+PASSES, FURTHER = 15, 5  # arms with their flips, steps; streams beside the simulated sites, about
 REFUSED = ("noise", "negative", "other modality")  # harmful sites that are rehearsed
 WORK = 3.5e12  # multiplications that a rehearsal may take: minutes on two cores
 OVERHEAD = 2e6  # multiplications that the call of a layer takes as long as
@@ -71,6 +72,7 @@ class Stream:
     sites: tuple[SimulatedSite, ...]  # one after the other, in equal parts
     harmful: bool = False
     framing: Framing = "whole"
+    refused_only: bool = False  # no quality is fitted to it
 
     def pairs(self, cases: Sequence[Pair], seed: int) -> list[Pair]:
         order = np.random.default_rng([seed, *self.name.encode()]).permutation(len(cases))
@@ -245,13 +247,16 @@ class Setup:
         return list(dict.fromkeys(plan for effort in EFFORTS for plan in self.plans(effort)))
 
     def streams(self) -> list[Stream]:
-        """The source itself, simulated sites, one that changes half-way, and harmful ones."""
+        """The source itself, simulated sites, one that changes half-way, and harmful ones, at home and away."""
         channels, *spatial = self.cases[0][0].shape
         drawn = strong_and_mild(
             draw_sites(self.extent.sites, seed=self.seed, spatial_dims=len(spatial), channels=channels)
         )
         changing = Stream("half-way", (SOURCE_SITE, max(drawn, key=lambda site: site.severity)))
-        refused = [Stream(site.name, (site,), harmful=True) for site in HARMFUL if site.name in REFUSED]
+        harmful = [site for site in HARMFUL if site.name in REFUSED]
+        refused = [Stream(site.name, (site,), harmful=True) for site in harmful]
+        away = [harmful_at(*pair) for pair in zip(harmful, drawn, strict=False)]
+        refused += [Stream(site.name, (site,), harmful=True, refused_only=True) for site in away]
         sites = [Stream(site.name, (site,), framing=FRAMINGS[i % len(FRAMINGS)]) for i, site in enumerate(drawn)]
         return [Stream("source", (SOURCE_SITE,)), *sites, changing, *refused]
 
@@ -331,15 +336,18 @@ class Setup:
 
     def concluded(self, records: Mapping[str, Recorded], batch_size: int) -> dict[str, Any]:
         """For each effort what is run, and how it did on sites that its fit had not seen."""
-        streams = self.streams()
+        streams = [stream for stream in self.streams() if not stream.refused_only]
+        every_harmful = [stream.name for stream in self.streams() if stream.harmful]
+        every, records = records, {stream.name: records[stream.name] for stream in streams}
         harmful = [stream.name for stream in streams if stream.harmful]
         related = related_sites({stream.name: stream.sites for stream in streams})
         found: dict[str, Any] = {}
         for effort in EFFORTS:
             tried = [tuned(plan, records, harmful, batch_size, related) for plan in self.plans(effort)]
             best, gain = best_way(tried, records, [site for site in records if site not in harmful])
+            rehearsed = refusing(best.rehearsed, every, every_harmful, batch_size)
             found[effort] = {
-                **best.rehearsed.as_json(), "scores": best.table(records, harmful), "worth": best.worth,
+                **rehearsed.as_json(), "scores": best.table(records, harmful), "worth": best.worth,
                 "choosing": {"gain": gain.mean, "error": gain.error, "clear": gain.clear},
                 "signals": signal_errors(best.rehearsed.plan, records, related),
                 "tried": [
@@ -348,6 +356,36 @@ class Setup:
                 ],
             }  # fmt: skip
         return found
+
+
+def harmful_at(harmful: SimulatedSite, site: SimulatedSite) -> SimulatedSite:
+    """Harm to images as a simulated site has them."""
+    return replace(harmful, name=f"{harmful.name} at {site.name}", changes=site.changes + harmful.changes)
+
+
+def refusing(
+    rehearsed: Rehearsed, records: Mapping[str, Recorded], harmful: Collection[str], batch_size: int
+) -> Rehearsed:
+    """With what tells harmful images from all others; of source images no more are reviewed than may be.
+
+    The source site itself is left out of the fit, so that its images are judged as those of a site like it.
+    """
+    name = _name(rehearsed.plan)
+    signals: dict[str, Table] = {}
+    expected: dict[str, Table] = {}
+    for site, record in records.items():
+        found = rehearsed.quality.expected(record.signals[name])
+        smoothed = _smoothed(found, batch_size)
+        chosen = rehearsed.policy.values(found, smoothed, rehearsed.plan.candidates).argmax(1)
+        rows = np.arange(len(chosen))
+        signals[site], expected[site] = record.signals[name][rows, chosen], found[rows, chosen]
+    usual = [each for site, each in signals.items() if site not in harmful and site != SOURCE_SITE.name]
+    if not harmful or not usual:
+        return rehearsed
+    spared = expected[SOURCE_SITE.name] >= rehearsed.review_below
+    allowed = int(FLAGGED_SOURCE * len(spared)) - int((~spared).sum())
+    refusal = fit_refusal(usual, [signals[site] for site in harmful])
+    return replace(rehearsed, refusal=refusal.sparing(signals[SOURCE_SITE.name][spared], max(allowed, 0)))
 
 
 def strong_and_mild(drawn: Sequence[SimulatedSite]) -> list[SimulatedSite]:

@@ -51,6 +51,7 @@ from dltta.quality.measures import (
     measure,
     products_of,
 )
+from dltta.quality.refusal import Refusal
 
 MEMORY, NEIGHBORS = 20, 8  # of the paper, for images that come one by one
 WINDOW = 20  # images that an expected quality is averaged over
@@ -113,16 +114,18 @@ class Rehearsed:
     quality: QualityModel
     radius: float  # half the width of the 90 % interval
     review_below: float  # expected quality
+    refusal: Refusal | None = None  # what else is to be reviewed
 
-    def expect(self, score: float) -> Expected:
+    def expect(self, score: float, refused: bool = False) -> Expected:
         score = float(score)  # not numpy's: it goes into files
         low, high = max(score - self.radius, 0.0), min(score + self.radius, 1.0)
-        return Expected(score, low, high, score < self.review_below)
+        return Expected(score, low, high, refused or score < self.review_below)
 
     def as_json(self) -> dict[str, Any]:
         return {
             "plan": self.plan.as_json(), "policy": asdict(self.policy), "quality": self.quality.as_json(),
             "radius": self.radius, "review_below": self.review_below,
+            "refusal": None if self.refusal is None else self.refusal.as_json(),
         }  # fmt: skip
 
     @classmethod
@@ -130,6 +133,7 @@ class Rehearsed:
         return cls(
             Plan(tuple(saved["plan"]["arms"]), saved["plan"]["flip"]), Policy(**saved["policy"]),
             QualityModel.from_json(saved["quality"]), saved["radius"], saved["review_below"],
+            None if saved.get("refusal") is None else Refusal.from_json(saved["refusal"]),
         )  # fmt: skip
 
 
@@ -453,8 +457,9 @@ class ChoosingAdapter(Adapter):
         expected = self.rehearsed.quality.expected(signals)  # (B, K)
         smoothed = self._stream.add(expected)
         best = self.rehearsed.policy.values(expected, smoothed, names).argmax(1)
-        scores = expected[np.arange(len(best)), best]
-        return [names[k] for k in best], [self.rehearsed.expect(score) for score in scores]
+        rows, refusal = np.arange(len(best)), self.rehearsed.refusal
+        refused = [False] * len(best) if refusal is None else refusal.applies(signals[rows, best]).tolist()
+        return [names[k] for k in best], list(map(self.rehearsed.expect, expected[rows, best], refused))
 
     def get_extra_state(self) -> dict[str, Any]:
         own = {"arms": self._arms.state_dict(), "stream": self._stream.state_dict()}
