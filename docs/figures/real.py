@@ -54,11 +54,10 @@ def main(folder: Path) -> None:
     for name in TITLES:
         found = [Results.load(path) for path in sorted((folder / name).glob("*/results.json"))]
         plain = [results for results in found if not changing(results)]
-        if plain:
-            long = [row for each in found for row in changing(each)] or earlier.get(name, {}).get("changing", [])
-            kept[name] = {**entry(merged(plain)), "changing": long}
-        elif name in earlier:
-            kept[name] = earlier[name]
+        before = earlier.get(name, {})
+        long = [row for each in found for row in changing(each)] or before.get("changing", [])
+        if plain or before:
+            kept[name] = {**(entry(merged(plain)) if plain else before), "changing": long}
     kept = strict(kept)
     file.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
     (DOCS / "real.md").write_text(page(kept))
