@@ -24,7 +24,7 @@ classification in batches of 32; of large targets a part that is evenly spread. 
 held-out source cases at simulated sites, and these targets were looked at with it after everything was chosen: that
 choosing for each image must beat one mixture clearly ([rehearsal](rehearsal.md)) was decided at simulated sites of the
 first three tasks. Seeds beyond the first, the spinal cord and the other directions between the prostate hospitals came
-later, with nothing changed in between but how fast a step is.
+later, with nothing changed in between but how fast a step is and what is marked for review.
 
 What was known before, all the same: the scores that earlier versions had reached at some of these targets. Knowing
 them, the simulated sites were made to change framing less often, and two of five of them to combine the changes of
