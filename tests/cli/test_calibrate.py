@@ -27,7 +27,7 @@ def dltta(monkeypatch, capsys):
 def test_a_model_folder_is_rehearsed_in_place_and_every_prediction_has_an_expected_quality(dltta, tmp_path):
     model, site = save_model(tmp_path / "model"), write_site(tmp_path / "site")
     code, out, err = dltta("calibrate", "-m", model, "-i", site)
-    assert (code, "rehearse 7/7" in err) == (0, True)
+    assert (code, "rehearse 9/9" in err) == (0, True)
     assert "batches of 1: source, batch" in out
     assert (model / "rehearsal.json").is_file()
     assert not (model / "rehearsal.parts").exists()
@@ -145,5 +145,5 @@ def test_streams_of_a_rehearsal_go_to_the_place_that_is_named_and_give_the_same_
     assert dltta(*arguments, tmp_path / "here")[0] == 0
     assert ran == []
     assert dltta(*arguments, tmp_path / "there", *options)[0] == 0
-    assert ran == [place] * 7
+    assert ran == [place] * 9
     assert (tmp_path / "there" / "rehearsal.json").read_bytes() == (tmp_path / "here" / "rehearsal.json").read_bytes()

@@ -258,7 +258,7 @@ def test_the_streams_of_one_rehearsal_run_at_the_same_time_and_teach_the_same(fi
         run_experiment(experiment, runner=chosen)
         found.append((Path(experiment.output) / "models" / "seed_0" / "rehearsal.json").read_bytes())
     assert found[0] == found[1]
-    assert len([name for name in runner.names if name.startswith("rehearsal at ")]) == 7
+    assert len([name for name in runner.names if name.startswith("rehearsal at ")]) == 9
 
 
 @pytest.mark.parametrize("rate", ["fixd", "fixed:fast"])

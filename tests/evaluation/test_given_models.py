@@ -281,7 +281,7 @@ def test_what_a_model_rehearsed_is_used_in_a_comparison_and_said_by_its_card(tmp
     learned.write_text(json.dumps(edited))
     assert all(case["quality_high"] - case["quality_low"] == 1 for case in compared(known))
     card = dltta("model", "card", spec, *known)
-    assert "- rehearsed with 4 source cases at 2 simulated sites and in 5 further streams" in card
+    assert "- rehearsed with 4 source cases at 2 simulated sites and in 7 further streams" in card
     arms = ", ".join(edited["batch_sizes"]["1"]["default"]["plan"]["arms"])
     assert f"- batches of 1: {arms}; at simulated sites" in card
     assert "parts that only dltta train adds: ttt, atta, dtta, ttt++, --prefill" in card

@@ -73,8 +73,8 @@ def test_streams_in_another_order_and_place_give_the_same_bytes(model, tmp_path,
     runner, seen = Here(), []
     found = rehearsed(model, tmp_path / "there", runner, done=lambda *at: seen.append(at))
     assert found == rehearsed(model, tmp_path / "here")
-    assert len(set(runner.names)) == len(runner.names) == 7  # the source, two sites, one that changes, harmful ones
-    assert seen == [(number, 7) for number in range(1, 8)]
+    assert len(set(runner.names)) == len(runner.names) == 9  # the source, two sites, one that changes, five harmful
+    assert seen == [(number, 9) for number in range(1, 10)]
 
 
 @pytest.mark.long
@@ -89,7 +89,7 @@ def test_a_trained_model_rehearses_elsewhere_with_the_cases_that_training_kept(m
             rehearse_checkpoint(folder, sites, settings, device=torch.device("cpu"), elsewhere=elsewhere)
         found.append((folder / "rehearsal.json").read_bytes())
     assert found[0] == found[1]
-    assert len(runner.names) == 7
+    assert len(runner.names) == 9
 
 
 @pytest.mark.long
