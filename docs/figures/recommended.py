@@ -24,7 +24,8 @@ classification in batches of 32; of large targets a part that is evenly spread. 
 held-out source cases at simulated sites, and these targets were looked at with it after everything was chosen: that
 choosing for each image must beat one mixture clearly ([rehearsal](rehearsal.md)) was decided at simulated sites of the
 first three tasks. Seeds beyond the first, the spinal cord and the other directions between the prostate hospitals came
-later, with nothing changed in between but how fast a step is and what is marked for review.
+later, with nothing changed in between but how fast a step is and what is marked for review. That was changed when the
+shares of noise and negatives that cell types marked before were known; how, was decided at simulated sites.
 
 What was known before, all the same: the scores that earlier versions had reached at some of these targets. Knowing
 them, the simulated sites were made to change framing less often, and two of five of them to combine the changes of
@@ -234,7 +235,7 @@ def flagged(ranking: list[dict]) -> list[str]:
     """Is what should be flagged flagged?"""
     lines = [
         "\n## Is what should be flagged flagged?\n",
-        "Share of images with `review: true` by the threshold that each model rehearsed, one stream each through the "
+        "Share of images with `review: true` by what each model rehearsed, one stream each through the "
         "adapter of `dltta adapt`: held-out source images as they are, and noise and negatives made from the target's "
         "images, which rehearsal never saw. Goals: at most 5 % of source images, at least 90 % of noise and negatives.",
         "",

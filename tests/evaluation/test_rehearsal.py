@@ -118,15 +118,15 @@ def test_an_arm_that_several_plans_have_is_scored_once_and_every_candidate_as_if
     arms, smooth = Arms(trained(Segmenter()), plans[1].arms), np.ones(2)
     views = look(arms, plans[1].arms, 1, x, Yardstick(), turned={"source", "batch"})
     assert set(views.flipped) == {"source", "batch"}
-    made = [assemble(plan, views, None).predictions for plan in plans]
-    alone = [scores_of(predictions, labels, smooth) for predictions in made]
+    made = [assemble(plan, views, None) for plan in plans]
+    alone = [scores_of(torch.cat([each.arms, each.mixtures], 1), labels, smooth) for each in made]
     counted = []
     monkeypatch.setattr(
         rehearsal, "scores_of", lambda each, *rest: counted.append(each.shape[1]) or scores_of(each, *rest)
     )
     found = Scored(views, labels, smooth)
-    for plan, predictions, scores in zip(plans, made, alone, strict=True):
-        assert found.candidates(plan, predictions).tolist() == scores.tolist()
+    for plan, each, scores in zip(plans, made, alone, strict=True):
+        assert found.candidates(plan, each.mixtures).tolist() == scores.tolist()
     assert found.arm("source", flip=False).tolist() == alone[0][:, 0].tolist()
     assert sum(counted) == 3 + 2 + 3 * 2  # arms, flipped arms, and two mixtures of three plans
 

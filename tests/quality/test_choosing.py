@@ -163,7 +163,7 @@ def test_mixtures_have_the_signals_of_the_mixed_predictions():
     plan = Plan(("source", "batch", "running"))
     views = look(Arms(trained(Segmenter()), plan.arms), plan.arms, None, IMAGES[0], Yardstick(USUAL))
     made = assemble(plan, views, USUAL)
-    whole = made.predictions[0]
+    whole = torch.stack([made.of(0, place) for place in range(5)])
     assert torch.allclose(whole[3], whole[:3].mean(0), atol=1e-6)
     agreed = agreements(products_of(whole))
     slow = candidate_signals(measure(whole, USUAL, [0.0] * 5), agreed, 3, views.image[0])

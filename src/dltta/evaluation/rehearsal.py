@@ -313,7 +313,7 @@ class Setup:
             scored = Scored(views, labels, smooth)
             for plan in plans:
                 made = assemble(plan, views, self.usual)
-                rows[_name(plan)].append((made.signals, scored.candidates(plan, made.predictions)))
+                rows[_name(plan)].append((made.signals, scored.candidates(plan, made.mixtures)))
             for name, column in plain.items():
                 column.append(scored.arm(name if name in views.plain else SOURCE, flip=False))
         return Recorded(
@@ -336,16 +336,17 @@ class Setup:
 
     def concluded(self, records: Mapping[str, Recorded], batch_size: int) -> dict[str, Any]:
         """For each effort what is run, and how it did on sites that its fit had not seen."""
-        streams = [stream for stream in self.streams() if not stream.refused_only]
-        every_harmful = [stream.name for stream in self.streams() if stream.harmful]
-        every, records = records, {stream.name: records[stream.name] for stream in streams}
+        all_streams, all_records = self.streams(), records
+        streams = [stream for stream in all_streams if not stream.refused_only]
+        records = {stream.name: all_records[stream.name] for stream in streams}
         harmful = [stream.name for stream in streams if stream.harmful]
+        refused = [stream.name for stream in all_streams if stream.harmful]
         related = related_sites({stream.name: stream.sites for stream in streams})
         found: dict[str, Any] = {}
         for effort in EFFORTS:
             tried = [tuned(plan, records, harmful, batch_size, related) for plan in self.plans(effort)]
             best, gain = best_way(tried, records, [site for site in records if site not in harmful])
-            rehearsed = refusing(best.rehearsed, every, every_harmful, batch_size)
+            rehearsed = refusing(best.rehearsed, all_records, refused, batch_size)
             found[effort] = {
                 **rehearsed.as_json(), "scores": best.table(records, harmful), "worth": best.worth,
                 "choosing": {"gain": gain.mean, "error": gain.error, "clear": gain.clear},
@@ -684,12 +685,12 @@ class Scored:
             self._arms[name, flip] = scores_of(given, self._labels, self._smooth)[:, 0]
         return self._arms[name, flip]
 
-    def candidates(self, plan: Plan, predictions: Tensor) -> Table:
-        """(B, K), of the arms of a plan and of its mixtures, which stand behind them in (B, K, C, *positions)."""
+    def candidates(self, plan: Plan, mixtures: Tensor) -> Table:
+        """(B, K), of the arms of a plan and of its mixtures (B, M, C, *positions)."""
         arms = np.stack([self.arm(name, flip=plan.flip is not None) for name in plan.arms], 1)
         if len(plan.candidates) == len(plan.arms):
             return arms
-        mixed = scores_of(predictions[:, len(plan.arms) :], self._labels, self._smooth)
+        mixed = scores_of(mixtures, self._labels, self._smooth)
         return np.concatenate([arms, mixed], 1)
 
 

@@ -299,11 +299,6 @@ class Candidates:
         arms = self.arms.shape[1]
         return self.arms[image, place] if place < arms else self.mixtures[image, place - arms]
 
-    @property
-    def predictions(self) -> Tensor:
-        """All of them, (B, A + M, C, *positions)."""
-        return torch.cat([self.arms, self.mixtures], 1)
-
 
 def assemble(plan: Plan, views: Views, usual: Usual | None) -> Candidates:
     """Arms, averaged with their flips if the plan has one, then mixtures of them."""

@@ -165,7 +165,7 @@ class OpenedModel:
     bundle: Path | None = None  # where it came from, if it is a bundle: the folder or zip
     nnunet: "NNUNetFolder | None" = None  # where it came from, if it is nnU-Net's
     takes_volumes: bool = False  # a 2-D network whose `prepare` and `window` take volumes themselves, as nnU-Net's
-    alone: str = ""  # the fingerprint without the parts of methods, where there may be any
+    alone: str = ""  # the fingerprint without the parts of methods, where there are any
 
     @property
     def rehearser(self) -> str:

@@ -232,12 +232,10 @@ def open_checkpoint(checkpoint: Checkpoint, name: str) -> OpenedModel:
         rehearsal=checkpoint.rehearsal,
         checkpoint=checkpoint,
     )
-    network = architecture.as_json()
-    opened = replace(
-        opened,
-        fingerprint=_fingerprint(opened, preprocessing, network, checkpoint.modules()),
-        alone=_fingerprint(opened, preprocessing, network),
-    )
+    network, parts = architecture.as_json(), checkpoint.modules()
+    opened = replace(opened, fingerprint=_fingerprint(opened, preprocessing, network, parts))
+    if len(parts) > 1:
+        opened = replace(opened, alone=_fingerprint(opened, preprocessing, network))
     if opened.rehearsal is not None:
         require_same_network(opened.rehearsal, opened.rehearser, name)
     return opened
