@@ -3,25 +3,29 @@
 python docs/figures/real.py runs/real
 
 reads runs/real/NAME/*/results.json of every configs/real/NAME.toml: one comparison may be several commands that share
-their models (`--work runs/real/NAME -o runs/real/NAME/methods`). The full results stay where they are: they name every
-case. What is kept beside the page are the numbers that it shows; a task that is not there again keeps those it has, and
-one without long streams those of before.
+their models (`--work runs/real/NAME -o runs/real/NAME/methods`), with more seeds or orders for some methods than for
+others. The full results stay where they are: they name every case. What is kept beside the page are the numbers that it
+shows and the scores of every case without its name, so that other methods, seeds and orders can join later. What is not
+run again keeps its numbers, as long as the source models, trained again, still give the same scores.
 """
 
 import json
 import math
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 
 from dltta.data.streams import split_stream
+from dltta.evaluation.columns import from_columns, to_columns, without_names
 from dltta.evaluation.expected import quality_rows
 from dltta.evaluation.formats import mark, signed
 from dltta.evaluation.paper.published import Published
 from dltta.evaluation.results import Results, StreamResult, strict
 from dltta.evaluation.tables import NAMES, Row, by_target, method_label, primary_metric
 from dltta.methods import Method
+from dltta.recipes import UDA
 
 DOCS = Path(__file__).parent.parent
 TITLES = {
@@ -39,7 +43,8 @@ TITLES = {
 PAPER = ("tent", "ttt", "atta")
 OTHER_SITES = {"prostate_t2_ucl": "prostate_t2", "prostate_t2_bidmc": "prostate_t2"}  # with --source and --target
 COLUMNS = {"ucl": "D", "bidmc": "E"}  # of the paper's prostate table, whose source A is Radboud
-SHARED = ("source", "seeds", "orders", "cases", "size", "training")  # by comparisons that are one
+SHARED = ("source", "cases", "size", "training")  # by comparisons that are one
+PLAIN = ("source", "none")
 CONTROLS = {
     "fixed": "the method's own fixed rate",
     "matched": "a fixed rate at the mean of the dynamic one",
@@ -56,14 +61,82 @@ def main(folder: Path) -> None:
         plain = [results for results in found if not changing(results)]
         before = earlier.get(name, {})
         long = [row for each in found for row in changing(each)] or before.get("changing", [])
-        if plain or before:
-            kept[name] = {**(entry(merged(plain)) if plain else before), "changing": long}
+        if plain:
+            kept[name] = {**joined(name, merged(plain), before), "changing": long}
+        elif before:
+            kept[name] = {**before, "changing": long}
     kept = strict(kept)
-    file.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+    file.write_text(written(kept))
     (DOCS / "real.md").write_text(page(kept))
 
 
+def written(kept: dict) -> str:
+    """As JSON; the columns of a stream take a line each."""
+    tasks = []
+    for name, task in kept.items():
+        lines = [f"  {json.dumps(key)}: {_lines(value)}" for key, value in task.items()]
+        tasks.append(f" {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n }")
+    return "{\n" + ",\n".join(tasks) + "\n}\n"
+
+
+def _lines(value: object) -> str:
+    """A list with a line for each of its items, anything else on one line."""
+    if isinstance(value, dict) and "streams" in value:
+        head = {key: item for key, item in value.items() if key != "streams"}
+        return f'{json.dumps(head, ensure_ascii=False)[:-1]}, "streams": {_lines(value["streams"])}}}'
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "[\n" + ",\n".join(f"   {json.dumps(item, ensure_ascii=False)}" for item in value) + "\n  ]"
+    return json.dumps(value, ensure_ascii=False)
+
+
 # ---- from results to numbers
+
+
+def joined(name: str, found: Results, before: dict) -> dict:
+    """What was run now, with what was run before on the same networks."""
+    found = kept_of(found)
+    if "columns" in before:
+        earlier = from_columns(before["columns"])
+        if same_networks(found, earlier):
+            return entry(merged([found, earlier]))
+        print(f"{name}: the source models or settings are others than before; its earlier numbers are dropped")
+        return entry(found)
+    new = entry(found)
+    ran = {(row["method"], row["rate"]) for row in new["rows"]}
+    if before and same_summary(before, new):  # of before the scores of cases were kept
+        new["rows"] += [as_one_seed(row) for row in before["rows"] if (row["method"], row["rate"]) not in ran]
+    elif before:
+        print(f"{name}: the source models or settings are others than before; its earlier numbers are dropped")
+    return new
+
+
+def kept_of(found: Results) -> Results:
+    """What of these results is kept: the same whether they have just been run or were read again."""
+    return from_columns(strict(to_columns(without_names(found), (primary_metric(found), "asd"))))
+
+
+def same_networks(found: Results, earlier: Results) -> bool:
+    """Whether source models of the same seeds, trained with the same settings, still give every case the same score."""
+    if shared(found.config) != shared(earlier.config):
+        return False
+    scores = [
+        {(s.target, s.seed): s.metrics for s in each.streams if s.method == "source"} for each in (found, earlier)
+    ]
+    return all(scores[0][key] == scores[1][key] for key in scores[0].keys() & scores[1].keys())
+
+
+def same_summary(before: dict, new: dict) -> bool:
+    """Whether the first source model gives the means that it gave."""
+    (old,), (now,) = ([row for row in task["rows"] if row["method"] == "source"] for task in (before, new))
+    shared = old["cells"].keys() & now["cells"].keys()
+    same = all(abs(old["cells"][at]["mean"] - now["cells"][at]["by_seed"]["0"]) < 1e-4 for at in shared)
+    return bool(shared) and same and before["cases"] == new["cases"]
+
+
+def as_one_seed(row: dict) -> dict:
+    """A row of a time when one seed and one order were all that was run."""
+    cells = {target: {**cell, "by_seed": {"0": cell["mean"]}} for target, cell in row["cells"].items()}
+    return {**row, "cells": cells, "seeds": 1, "orders": 1}
 
 
 def merged(found: list[Results]) -> Results:
@@ -79,7 +152,17 @@ def merged(found: list[Results]) -> Results:
         if differing:
             raise SystemExit(f"comparisons of {first['source']} differ in {differing[0]}; they cannot share a table")
     losses = {name: loss for each in found for name, loss in each.config.get("trained_with", {}).items()}
-    return replace(found[0], config={**first, "trained_with": losses}, streams=tuple(streams.values()))
+    left_out = {name: why for each in found for name, why in each.config.get("left_out", {}).items()}
+    diverged = {json.dumps(item): item for each in found for item in each.config.get("diverged", ())}
+    config = {**first, "trained_with": losses, "left_out": left_out, "diverged": list(diverged.values())}
+    ordered = sorted(streams.values(), key=lambda stream: place_of(stream.method))
+    return replace(found[0], config=config, streams=tuple(ordered))
+
+
+def place_of(method: str) -> int:
+    """In the order of the methods' table; what learns with target images behind, and the default recipe last."""
+    order = [*map(str, Method), *UDA, "recommended"]
+    return order.index(method) if method in order else len(order)
 
 
 def shared(config: dict) -> dict:
@@ -95,22 +178,31 @@ def entry(results: Results) -> dict:
     home = next((i for i, pair in enumerate(pairs) if pair and pair[0] == pair[1]), None)
     targets = [(i, pair[1]) for i, pair in enumerate(pairs) if pair and pair[0] != pair[1]]
     source = next(row for row in table.rows if row.method == "source")
+    rows = [numbers(row, targets, results) for row in table.rows]
     return {
         "source": list(config["source"]),
         "epochs": config["training"]["epochs"],
-        **{key: config.get(key) for key in ("seeds", "orders", "cases")},
+        "seeds": most(row["seeds"] for row in rows),
+        "orders": most(row["orders"] for row in rows),
+        "cases": config.get("cases"),
         "batch_size": (config.get("adaptation") or {}).get("batch_size"),
         "metric": primary_metric(results),
         "provenance": asdict(results.provenance),
         "home": None if home is None else {"mean": 100 * source.cells[home].mean, "n": held_out(results)},
         "targets": {target: counted(results, target) for _, target in targets},
-        "rows": [numbers(row, targets, results) for row in table.rows],
+        "rows": rows,
         "expected": [asdict(row) for row in quality_rows(results)],
         "notes": list(table.notes),
+        "columns": to_columns(results, (primary_metric(results), "asd")),
     }
 
 
+def most(numbers: Iterable[int]) -> int:
+    return max(numbers, default=1)
+
+
 def held_out(results: Results) -> int:
+    """Cases of one training; another seed holds out others."""
     return len(next(stream.scored for stream in results.streams if stream.source == stream.target))
 
 
@@ -121,23 +213,26 @@ def counted(results: Results, target: str) -> dict:
 
 def numbers(row: Row, targets: list[tuple[int, str]], results: Results) -> dict:
     """One method with one rate at every target."""
-    cells = {}
+    cells, found = {}, []
     for i, target in targets:
         if (cell := row.cells[i]) is not None:
             values = {"mean": cell.mean, "gain": cell.gain, "low": cell.interval[0], "high": cell.interval[1]}
             cells[target] = {key: 100 * value for key, value in values.items()} | {"mark": mark(cell)}
-            cells[target]["asd"] = surface_distance(results, row, target)
-    return {"method": row.method, "rate": row.rate, "worse": row.worse, "cells": cells}
+            streams = [s for s in results.streams if (s.method, s.rate, s.target) == (row.method, row.rate, target)]
+            cells[target]["by_seed"] = seed_means(streams, primary_metric(results))
+            distances = [stream.metrics["asd"] for stream in streams if "asd" in stream.metrics]
+            cells[target]["asd"] = fmean(distances) if distances else None  # in voxels where the spacing is unknown
+            found.append(streams)
+    seeds, orders = (most(len({getattr(s, name) for s in each}) for each in found) for name in ("seed", "order"))
+    return {
+        "method": row.method, "rate": row.rate, "worse": row.worse, "cells": cells, "seeds": seeds, "orders": orders
+    }  # fmt: skip
 
 
-def surface_distance(results: Results, row: Row, target: str) -> float | None:
-    """The mean distance of surfaces, in voxels where the spacing is unknown; None for what has no surfaces."""
-    found = [
-        stream.metrics["asd"]
-        for stream in results.streams
-        if (stream.method, stream.rate, stream.target) == (row.method, row.rate, target) and "asd" in stream.metrics
-    ]
-    return fmean(found) if found else None
+def seed_means(streams: list[StreamResult], metric: str) -> dict[str, float]:
+    """Of each source training, in points, over its orders."""
+    seeds = sorted({stream.seed for stream in streams})
+    return {str(seed): 100 * fmean(s.metrics[metric] for s in streams if s.seed == seed) for seed in seeds}
 
 
 def changing(results: Results) -> list[dict]:
@@ -169,15 +264,21 @@ def changing(results: Results) -> list[dict]:
 # ---- from numbers to the page
 
 
-def gains(kept: dict, method: str, rate: str, over: tuple[str, str] = ("source", "none")) -> dict:
-    """(task, target): how many points better than another method or rate, wherever both were run."""
+def gains(kept: dict, method: str, rate: str, over: tuple[str, str] = PLAIN) -> dict:
+    """(task, target): how many points better than another method or rate, wherever both were run on the same models."""
     found = {}
     for name, task in kept.items():
         rows = {(row["method"], row["rate"]): row["cells"] for row in task["rows"]}
         for target, cell in rows.get((method, rate), {}).items():
-            if target in rows.get(over, {}):
-                found[name, target] = cell["mean"] - rows[over][target]["mean"]
+            ours, theirs = by_seed(cell), by_seed(rows.get(over, {}).get(target))
+            if seeds := ours.keys() & theirs.keys():
+                found[name, target] = fmean(ours[seed] - theirs[seed] for seed in sorted(seeds))
     return found
+
+
+def by_seed(cell: dict | None) -> dict[str, float]:
+    """The mean of each source training; one of before they were kept is the first's."""
+    return {} if cell is None else cell.get("by_seed", {"0": cell["mean"]})
 
 
 def place(key: tuple[str, str]) -> str:
@@ -295,14 +396,20 @@ def expected(kept: dict) -> str:
 
 def task_table(task: dict) -> str:
     """Scores, and the gain over the source model with its 95 % interval."""
-    targets = list(task["targets"])
-    heads = ["Method", *(f"{target} | gain" for target in targets), "Made worse"]
-    lines = [f"| {' | '.join(heads)} |", "|:--|" + "--:|--:|" * len(targets) + "--:|"]
+    targets, uneven = list(task["targets"]), len({streams_of(row) for row in task["rows"]}) > 1
+    heads = ["Method", *(f"{target} | gain" for target in targets), "Made worse", *(["Seeds × orders"] * uneven)]
+    lines = [f"| {' | '.join(heads)} |", "|:--|" + "--:|--:|" * len(targets) + "--:|" + "--:|" * uneven]
     for row in task["rows"]:
         cells = [part for target in targets for part in shown(row["cells"].get(target))]
-        worse = "" if row["worse"] is None else f"{100 * row['worse']:.0f} %"
-        lines.append(f"| {' | '.join([method_label(row['method'], row['rate']), *cells, worse])} |")
+        cells.append("" if row["worse"] is None else f"{100 * row['worse']:.0f} %")
+        cells += [streams_of(row)] * uneven
+        lines.append(f"| {' | '.join([method_label(row['method'], row['rate']), *cells])} |")
     return "\n".join(lines)
+
+
+def streams_of(row: dict) -> str:
+    """How many source trainings a row is over, and how many orders of each stream."""
+    return f"{row.get('seeds', 1)} × {row.get('orders', 1)}"
 
 
 def beside_the_paper(task: dict) -> str:
@@ -353,9 +460,15 @@ def run_of(task: dict) -> str:
         for target, size in task["targets"].items()
     )
     return (
-        f"{count(task['seeds'], 'seed')}, {count(task['orders'], 'order')}, {batches}{part}. Scored cases, the same "
-        f"for every method: {sizes}."
+        f"{up_to(task, 'seed')}, {up_to(task, 'order')}, {batches}{part}. Scored cases, the same for every method: "
+        f"{sizes}."
     )
+
+
+def up_to(task: dict, thing: str) -> str:
+    """`3 seeds` where every row is over as many, `up to 3 seeds` where some are over fewer."""
+    numbers = {row.get(f"{thing}s", 1) for row in task["rows"]}
+    return ("up to " if len(numbers) > 1 else "") + count(max(numbers), thing)
 
 
 def configured(name: str) -> str:
@@ -431,7 +544,7 @@ def sweep() -> str:
 
 def page(kept: dict) -> str:
     targets = sum(len(task["targets"]) for task in kept.values())
-    seeds, orders = ({task[key] for task in kept.values()} for key in ("seeds", "orders"))
+    seeds, orders = ({row.get(key, 1) for task in kept.values() for row in task["rows"]} for key in ("seeds", "orders"))
     run = f"**{_several(seeds, 'seed')} and {_several(orders, 'order')}**"
     head = (DOCS / "figures" / "real_head.md").read_text().strip()
     beginning, _, protocol = head.partition("<!-- overview -->")
@@ -439,9 +552,9 @@ def page(kept: dict) -> str:
     parts = [
         beginning.strip(),
         f"## All together\n\n{count(targets, 'target')} of {count(len(kept), 'task')}, {run}, every method as its "
-        "authors set it. Gains are means over targets, in points; those over different targets do not compare: mind "
-        "their number. *Gap closed*: gains over gaps between home and target, both summed over the targets at which "
-        "there is a gap.",
+        "authors set it. Gains are means over targets, in points, each on the source models that both methods ran on; "
+        "those over different targets do not compare: mind their number. *Gap closed*: gains over gaps between home "
+        "and target, both summed over the targets at which there is a gap.",
         overview(kept),
         "### Is it the rate being dynamic?\n\nThe paper's rate (Eq. 6) against its controls, in points:",
         dynamic(kept),

@@ -57,6 +57,73 @@ def test_comparisons_that_differ_do_not_share_a_table(script):
         script.merged([configured(one_target()), configured(one_target(), cases=4)])
 
 
+def folder_of(tmp_path, found, name="nuclei_fluo", out="methods"):
+    found.write(tmp_path / "runs" / name / out / "results.json")
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def docs(tmp_path, script, monkeypatch):
+    docs = tmp_path / "docs"
+    (docs / "results").mkdir(parents=True)
+    (docs / "figures").mkdir()
+    (docs / "figures" / "real_head.md").write_text("# Real\n\n<!-- overview -->\n\n## The protocol\n")
+    monkeypatch.setattr(script, "DOCS", docs)
+    return docs
+
+
+def later(*streams):
+    """Another time: the source models again, and something else."""
+    first, second, *_ = one_target().streams
+    return configured(results(first, second, *streams))
+
+
+def test_a_method_that_is_run_later_joins_what_was_run_on_the_same_models(script, docs, tmp_path):
+    script.main(folder_of(tmp_path, configured(one_target())))
+    script.main(folder_of(tmp_path, later(stream("ptbn", "none", [0.7] * 8))))
+    page = (docs / "real.md").read_text()
+    assert "| PTBN | 70.0 | +10.0 (" in page
+    assert "| Tent + dynamic | 75.0† | +15.0 (" in page
+
+
+def test_seeds_that_are_run_later_join_and_rows_say_over_how_many_they_are(script, docs, tmp_path):
+    script.main(folder_of(tmp_path, configured(one_target())))
+    second = [stream("source", "none", [0.2] * 8, seed=1), stream("tent", "fixed", [0.4] * 8, seed=1)]
+    script.main(folder_of(tmp_path, later(*second)))
+    page = (docs / "real.md").read_text()
+    assert "up to 2 seeds, 1 order" in page
+    assert "| Source | 40.0 |  |  | 2 × 1 |" in page  # 60 and 20
+    assert "| Tent | 52.5 | +12.5 (+5.0 to +20.0) | 0 % | 2 × 1 |" in page  # 65 and 40
+    assert "| Tent + dynamic | 75.0† | +15.0 (" in page  # over the first training's 60
+    assert "| Tent | the method's own fixed rate | 1 | +10.00 |" in page  # 75 − 65, not 75 − 52.5
+
+
+def test_numbers_of_other_source_models_are_dropped(script, docs, tmp_path, capsys):
+    script.main(folder_of(tmp_path, configured(one_target())))
+    other = configured(results(stream("source", "none", [0.61] * 8), stream("ptbn", "none", [0.7] * 8)))
+    script.main(folder_of(tmp_path, other))
+    page = (docs / "real.md").read_text()
+    assert "| PTBN | 70.0 | +9.0 (" in page
+    assert "Tent" not in page.partition("## Nuclei")[2]
+    assert "its earlier numbers are dropped" in capsys.readouterr().out
+
+
+def test_rows_of_before_scores_were_kept_join_on_the_same_models_only(script, docs, tmp_path):
+    before = script.strict({"nuclei_fluo": {**script.entry(configured(one_target())), "changing": []}})
+    del before["nuclei_fluo"]["columns"]
+    for row in before["nuclei_fluo"]["rows"]:
+        del row["seeds"], row["orders"]
+        for cell in row["cells"].values():
+            del cell["by_seed"]
+    (docs / "results" / "real.json").write_text(json.dumps(before))
+    script.main(folder_of(tmp_path, later(stream("ptbn", "none", [0.7] * 8))))
+    assert "| Tent + dynamic | 75.0† | +15.0 (" in (docs / "real.md").read_text()
+    (docs / "results" / "real.json").write_text(json.dumps(before))
+    other = configured(results(stream("source", "none", [0.61] * 8), stream("ptbn", "none", [0.7] * 8)))
+    script.main(folder_of(tmp_path, other))
+    assert "Tent" not in (docs / "real.md").read_text().partition("## Nuclei")[2]
+
+
 def test_a_long_stream_is_shown_pass_by_pass(script):
     long = stream("tent", "fixed", [0.4, 0.6, 0.7, 0.9])
     cases = [replace(case, case=f"{1 + i // 2}_{case.case}") for i, case in enumerate(long.cases)]
@@ -66,13 +133,8 @@ def test_a_long_stream_is_shown_pass_by_pass(script):
     assert script.changing(configured(one_target())) == []
 
 
-def test_a_task_that_is_not_run_again_keeps_its_numbers(script, kept, tmp_path, monkeypatch):
-    docs = tmp_path / "docs"
-    (docs / "results").mkdir(parents=True)
-    (docs / "figures").mkdir()
-    (docs / "figures" / "real_head.md").write_text("# Real\n\n<!-- overview -->\n\n## The protocol\n")
+def test_a_task_that_is_not_run_again_keeps_its_numbers(script, kept, docs, tmp_path):
     (docs / "results" / "real.json").write_text(json.dumps(kept))
-    monkeypatch.setattr(script, "DOCS", docs)
     script.main(tmp_path / "nothing")
     assert json.loads((docs / "results" / "real.json").read_text()) == kept
     assert "| recommended | 1 | +10.0 | +10.0 (nuclei_fluo, B) | 32 % |" in (docs / "real.md").read_text()

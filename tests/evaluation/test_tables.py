@@ -275,3 +275,20 @@ def test_labels_and_titles():
     assert metric_title("dice_RNFL") == "Dice RNFL"
     assert metric_title("asd", unit="mm") == "ASD (mm)"
     assert (metric_word("accuracy"), metric_word("dice")) == ("accuracy", "Dice")
+
+
+def test_a_method_of_fewer_trainings_is_compared_with_the_source_models_of_those():
+    """One training of Tent gains 10 points over its own source model; the mean over both source models is 20 lower."""
+    found = results(
+        stream("source", "none", [0.6] * 4),
+        stream("source", "none", [0.2] * 4, seed=1),
+        stream("tent", "fixed", [0.7] * 4),
+        stream("ptbn", "none", [0.5] * 4),
+        stream("ptbn", "none", [0.3] * 4, seed=1),
+    )
+    tent, ptbn = (next(row for row in by_target(found).rows if row.method == name) for name in ("tent", "ptbn"))
+    assert tent.cells[0].gain == pytest.approx(0.1)
+    assert tent.cells[0].interval == pytest.approx((0.1, 0.1))
+    assert tent.worse == 0.0
+    assert ptbn.cells[0].gain == pytest.approx(0.0)
+    assert ptbn.worse == 0.0  # every case: 10 points lost with one training, 10 gained with the other

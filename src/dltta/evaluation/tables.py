@@ -164,8 +164,14 @@ def targets(results: Results) -> list[Pair]:
 
 def gains(results: Results, pair: Pair, method: str, rate: str, metric: str) -> dict[tuple[str, str], float]:
     """Gain over the source of each case of one target, averaged over streams."""
-    adapted = case_means(results.select(*pair, method, rate), metric)
-    return case_gains(adapted, case_means(results.select(*pair, SOURCE, "none"), metric), metric)
+    adapted = results.select(*pair, method, rate)
+    return case_gains(case_means(adapted, metric), case_means(_sources(results, pair, adapted), metric), metric)
+
+
+def _sources(results: Results, pair: Pair, adapted: Iterable[StreamResult]) -> list[StreamResult]:
+    """The unadapted streams to compare with: of the same trainings, where a method has run with fewer than others."""
+    seeds = {stream.seed for stream in adapted}
+    return [stream for stream in results.select(*pair, SOURCE, "none") if stream.seed in seeds]
 
 
 def by_target(results: Results, metric: str | None = None) -> Table:
@@ -242,7 +248,7 @@ def _cell(results: Results, method: str, rate: str, column: Column) -> Cell | No
     p, significance = _against_fixed(results, method, rate, column.pair, column.metric)
     sd = row.case_sd if len(streams) == 1 else row.sd
     interval = _interval(results, method, rate, column.pair, column.metric)
-    return Cell(row.mean, sd, _gain(results, method, row.mean, column), interval, p, significance)
+    return Cell(row.mean, sd, _gain(results, method, streams, column), interval, p, significance)
 
 
 def _mean_cell(cells: Sequence[Cell | None]) -> Cell | None:
@@ -255,20 +261,21 @@ def _mean_cell(cells: Sequence[Cell | None]) -> Cell | None:
     return Cell(mean_defined(cell.mean for cell in run), gain=mean_defined(gains) if everywhere else math.nan)
 
 
-def _gain(results: Results, method: str, mean: float, column: Column) -> float:
-    source = results.select(*column.pair, SOURCE, "none") if column.pair else ()
+def _gain(results: Results, method: str, adapted: Sequence[StreamResult], column: Column) -> float:
+    source = _sources(results, column.pair, adapted) if column.pair else []
     if method == SOURCE or not source:
         return math.nan
-    difference = mean - summarize(source, column.metric).mean
+    difference = summarize(adapted, column.metric).mean - summarize(source, column.metric).mean
     return difference if higher_is_better(column.metric) else -difference
 
 
 def _interval(results: Results, method: str, rate: str, pair: Pair, metric: str) -> tuple[float, float]:
     """Of the gain over the source; each training is compared with the source model of the same training."""
-    source, adapted = results.select(*pair, SOURCE, "none"), results.select(*pair, method, rate)
+    adapted = results.select(*pair, method, rate)
+    source = _sources(results, pair, adapted)
     if method == SOURCE:
         return math.nan, math.nan
-    seeds = [seed for seed in dict.fromkeys(stream.seed for stream in adapted) if any(s.seed == seed for s in source)]
+    seeds = dict.fromkeys(stream.seed for stream in source)
     of_seed = [[[s for s in side if s.seed == seed] for side in (adapted, source)] for seed in seeds]
     gained = [case_gains(case_means(ours, metric), case_means(theirs, metric), metric) for ours, theirs in of_seed]
     return bootstrap_interval([gains for gains in gained if gains], case_patients(adapted))

@@ -1,0 +1,122 @@
+"""9 results. The same results without the names of cases, column by column: small enough to keep, and fit to publish.
+
+What tables are made of stays: the scores of every case, its patient, and what was decided and expected of it. So other
+seeds, orders and methods can join the comparison later, and every interval and test can be computed again.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from hashlib import sha256
+from typing import Any
+
+from dltta.errors import DataError
+from dltta.evaluation.provenance import Provenance
+from dltta.evaluation.results import Results, StreamResult, strict
+from dltta.evaluation.run import CaseRecord
+
+FACTS = ("decision", "quality", "quality_low", "quality_high", "review", "missed", "invented", "unit")
+PLACE = ("source", "target", "method", "rate", "seed", "order", "task")
+DIGITS = 6
+
+
+def without_names(results: Results) -> Results:
+    """The same results; a case or patient is known by a checksum of its name, the same in every comparison."""
+    return replace(results, streams=tuple(map(_nameless, results.streams)))
+
+
+def _nameless(stream: StreamResult) -> StreamResult:
+    cases, volumes = (tuple(map(_renamed, rows)) for rows in (stream.cases, stream.volumes))
+    return replace(stream, cases=cases, volumes=volumes)
+
+
+def _renamed(case: CaseRecord) -> CaseRecord:
+    group, volume = (None if name is None else _checksum(case.site, name) for name in (case.group, case.volume))
+    return replace(case, case=_checksum(case.site, case.case), group=group, volume=volume)
+
+
+def _checksum(site: str, name: str) -> str:
+    return sha256(f"{site}\0{name}".encode()).hexdigest()[:10]
+
+
+def to_columns(results: Results, metrics: Sequence[str]) -> dict[str, Any]:
+    """As JSON, with these metrics of cases and streams; streams of several sites are refused."""
+    sites = dict.fromkeys(stream.target for stream in results.streams)
+    return {
+        "config": results.config,
+        "provenance": asdict(results.provenance),
+        "patients": {site: _patients([s for s in results.streams if s.target == site]) for site in sites},
+        "streams": [_stream(stream, metrics) for stream in results.streams],
+    }
+
+
+def from_columns(document: Mapping[str, Any]) -> Results:
+    """What `to_columns` gave, as results again."""
+    record = document["provenance"]
+    provenance = Provenance(**{**record, "seeds": tuple(record["seeds"])})
+    streams = tuple(_stream_again(each, document["patients"][each["target"]]) for each in document["streams"])
+    return Results(document["config"], provenance, streams)
+
+
+def _patients(streams: Iterable[StreamResult]) -> dict[str, str]:
+    """The patient of every scored case of a target whose patient is known."""
+    scored = [case for stream in streams for case in stream.scored]
+    return {case.case: case.group for case in sorted(scored, key=_name) if case.group is not None}
+
+
+def _name(case: CaseRecord) -> str:
+    return case.case
+
+
+def _stream(stream: StreamResult, metrics: Sequence[str]) -> dict[str, Any]:
+    if any(case.site != stream.target for case in stream.scored):
+        raise DataError(f"{stream.target} is a stream of several sites; its cases cannot be kept in columns")
+    scored = sorted(stream.scored, key=_name)
+    slices = [case for case in stream.cases if case.volume is not None]
+    record = {name: getattr(stream, name) for name in PLACE}
+    record["metrics"] = {name: _short(value) for name, value in stream.metrics.items() if name in metrics}
+    record["cases"] = [_name(case) for case in scored]
+    record["scores"] = {
+        name: [_short(case.metrics.get(name, math.nan)) for case in scored]
+        for name in metrics
+        if any(name in case.metrics for case in scored)
+    }
+    record["facts"] = _facts(scored)
+    return {**record, "slices": _facts(slices)} if _facts(slices) else record
+
+
+def _facts(cases: Sequence[CaseRecord]) -> dict[str, list[Any]]:
+    """What was recorded of any of these cases beside its scores."""
+    columns = {name: [_short(getattr(case, name)) for case in cases] for name in FACTS}
+    return {name: column for name, column in columns.items() if any(value is not None for value in column)}
+
+
+def _short(value: Any) -> Any:
+    return round(value, DIGITS) if isinstance(value, float) and math.isfinite(value) else strict(value)
+
+
+def _stream_again(record: Mapping[str, Any], patients: Mapping[str, str]) -> StreamResult:
+    scores = [
+        {name: math.nan if values[place] is None else values[place] for name, values in record["scores"].items()}
+        for place in range(len(record["cases"]))
+    ]
+    facts, site = _rows(record["facts"], len(scores)), record["target"]
+    scored = tuple(
+        CaseRecord(name, site, scores[place], None, group=patients.get(name), **facts[place])
+        for place, name in enumerate(record["cases"])
+    )
+    columns = record.get("slices", {})
+    count = len(next(iter(columns.values()), ()))
+    slices = tuple(
+        CaseRecord(f"slice {place}", site, {}, None, volume="of some volume", **row)
+        for place, row in enumerate(_rows(columns, count))
+    )
+    where = {name: record[name] for name in PLACE}
+    metrics = {name: math.nan if value is None else value for name, value in record["metrics"].items()}
+    if slices:
+        return StreamResult(**where, metrics=metrics, cases=slices, volumes=scored)
+    return StreamResult(**where, metrics=metrics, cases=scored)
+
+
+def _rows(columns: Mapping[str, Sequence[Any]], count: int) -> list[dict[str, Any]]:
+    return [{name: values[place] for name, values in columns.items()} for place in range(count)]
