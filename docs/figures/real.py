@@ -7,6 +7,9 @@ their models (`--work runs/real/NAME -o runs/real/NAME/methods`), with more seed
 others. The full results stay where they are: they name every case. What is kept beside the page are the numbers that it
 shows and the scores of every case without its name, so that other methods, seeds and orders can join later. What is not
 run again keeps its numbers, as long as the source models, trained again, still give the same scores.
+
+runs/real/NAME/there/SITE/results.json, if any, is a comparison with the target SITE as source: what a network that was
+trained there gives on cases it has not seen says what the data allow.
 """
 
 import json
@@ -61,10 +64,11 @@ def main(folder: Path) -> None:
         plain = [results for results in found if not changing(results)]
         before = earlier.get(name, {})
         long = [row for each in found for row in changing(each)] or before.get("changing", [])
+        there = {**before.get("there", {}), **trained_there(folder / name / "there")}
         if plain:
-            kept[name] = {**joined(name, merged(plain), before), "changing": long}
+            kept[name] = {**joined(name, merged(plain), before), "changing": long, "there": there}
         elif before:
-            kept[name] = {**before, "changing": long}
+            kept[name] = {**before, "changing": long, "there": there}
     kept = strict(kept)
     file.write_text(written(kept))
     (DOCS / "real.md").write_text(page(kept))
@@ -199,6 +203,17 @@ def entry(results: Results) -> dict:
 
 def most(numbers: Iterable[int]) -> int:
     return max(numbers, default=1)
+
+
+def trained_there(folder: Path) -> dict:
+    """By target site: what a network trained there scores on the cases held out, in points."""
+    found = {}
+    for path in sorted(folder.glob("*/results.json")):
+        results = Results.load(path)
+        home = [stream for stream in results.streams if stream.source == stream.target]
+        mean = fmean(stream.metrics[primary_metric(results)] for stream in home)
+        found[home[0].target] = {"mean": 100 * mean, "n": held_out(results)}
+    return found
 
 
 def held_out(results: Results) -> int:
@@ -359,17 +374,34 @@ def dynamic(kept: dict) -> str:
 
 
 def homes(kept: dict) -> str:
-    lines = ["| task | source | epochs | held out | at home | at the targets |", "|:--|:--|--:|--:|--:|:--|"]
+    lines = [
+        "| task | source | epochs | held out | at home | at the targets | trained at the target |",
+        "|:--|:--|--:|--:|--:|:--|:--|",
+    ]
     for name, task in kept.items():
         source = next(row for row in task["rows"] if row["method"] == "source")
         away = ", ".join(f"{target} {cell['mean']:.1f}" for target, cell in source["cells"].items())
+        there = [
+            f"{target} {found['mean']:.1f} ({found['n']} held out)"
+            for target in source["cells"]
+            if (found := at_target(kept, name, target)) is not None
+        ]
         home = task["home"]
         sites = " + ".join(spec.rpartition("/")[2] for spec in task["source"])
         score = "–" if home is None else f"{task['metric'].capitalize()} {home['mean']:.1f}"
         lines.append(
-            f"| {name} | {sites} | {task['epochs']} | {'–' if home is None else home['n']} | {score} | {away} |"
+            f"| {name} | {sites} | {task['epochs']} | {'–' if home is None else home['n']} | {score} | {away} | "
+            f"{', '.join(there) or '–'} |"
         )
     return "\n".join(lines)
+
+
+def at_target(kept: dict, name: str, target: str) -> dict | None:
+    """At home, a network whose source is this target: of a comparison for that, or of another direction."""
+    family = OTHER_SITES.get(name, name)
+    others = [kept[each] for each in kept if OTHER_SITES.get(each, each) == family]
+    homes = [task["home"] for task in others if [spec.rpartition("/")[2] for spec in task["source"]] == [target]]
+    return kept[name].get("there", {}).get(target) or next(iter(homes), None)
 
 
 def expected(kept: dict) -> str:
@@ -559,7 +591,8 @@ def page(kept: dict) -> str:
         "### Is it the rate being dynamic?\n\nThe paper's rate (Eq. 6) against its controls, in points:",
         dynamic(kept),
         "### The source networks at home\n\nOn cases of the source site that training did not see; weights of the last "
-        "epoch, so these cases decided nothing.",
+        "epoch, so these cases decided nothing. *Trained at the target*: the same training with labels of the target, "
+        "scored on cases of it that were held out: about what these data allow.",
         homes(kept),
         "### Expected quality against the truth\n\nOf the recommended recipe, case by case; slices of volumes have no "
         "score of their own.",

@@ -28,7 +28,7 @@ def configured(found, **changes):
 def kept(script):
     recommended = results(stream("source", "none", [0.6] * 8), stream("recommended", "none", [0.5] * 4 + [0.9] * 4))
     found = script.merged([configured(one_target()), configured(recommended)])
-    return script.strict({"nuclei_fluo": {**script.entry(found), "changing": []}})
+    return script.strict({"nuclei_fluo": {**script.entry(found), "changing": [], "there": {}}})
 
 
 def test_the_overview_by_hand(script, kept):
@@ -38,7 +38,7 @@ def test_the_overview_by_hand(script, kept):
     assert "| Tent | the method's own fixed rate | 1 | +10.00 | +10.00 (nuclei_fluo, B) | 1 of 1 |" in script.dynamic(
         kept
     )
-    assert "| nuclei_fluo | A | 3 | 2 | Dice 91.0 | B 60.0 |" in script.homes(kept)
+    assert "| nuclei_fluo | A | 3 | 2 | Dice 91.0 | B 60.0 | – |" in script.homes(kept)
 
 
 def test_a_tasks_table_has_gains_with_intervals_and_says_how_it_was_run(script, kept):
@@ -122,6 +122,23 @@ def test_rows_of_before_scores_were_kept_join_on_the_same_models_only(script, do
     other = configured(results(stream("source", "none", [0.61] * 8), stream("ptbn", "none", [0.7] * 8)))
     script.main(folder_of(tmp_path, other))
     assert "Tent" not in (docs / "real.md").read_text().partition("## Nuclei")[2]
+
+
+def test_what_a_network_trained_at_the_target_gives_stands_beside_it(script, docs, tmp_path):
+    folder = folder_of(tmp_path, configured(one_target()))
+    there = results(
+        stream("source", "none", [0.7, 0.9], source="B", target="B"),
+        stream("source", "none", [0.1], source="B", target="A"),
+    )
+    folder_of(tmp_path, configured(there, source=["x/B"]), out="there/B")
+    script.main(folder)
+    assert "| nuclei_fluo | A | 3 | 2 | Dice 91.0 | B 60.0 | B 80.0 (2 held out) |" in (docs / "real.md").read_text()
+
+
+def test_another_direction_says_what_a_network_trained_at_the_target_gives(script, kept):
+    one = {**kept["nuclei_fluo"], "source": ["slices:x/A"]}
+    other = {**one, "source": ["slices:x/B"], "home": {"mean": 77.0, "n": 5}}
+    assert "| B 60.0 | B 77.0 (5 held out) |" in script.homes({"prostate_t2": one, "prostate_t2_ucl": other})
 
 
 def test_a_long_stream_is_shown_pass_by_pass(script):
