@@ -2,7 +2,8 @@
 
 Writes docs/results/speed.json and from it docs/speed.md (with --quick: runs/speed.json and runs/speed.md). Every
 workload, allocator setting and memory measurement runs in a process of its own, one after the other; what is compared
-is always from one process. Leave the machine alone meanwhile.
+is always from one process. Leave the machine alone meanwhile. An interrupted run goes on where it was: the same command
+takes the parts that were measured with the same code from speed.parts.json, which goes when all is written.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import torch
 
 import parts
 from dltta.evaluation.provenance import Provenance
+from dltta.files import write_atomically
 from dltta.models.allocator import keep_freed_memory
 from speed_page import page
 from workloads import WORKLOADS
@@ -34,10 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder = ROOT / ("runs" if settings.quick else "docs/results")
     output = settings.output or folder / "speed.json"
     shown = settings.page or (output.with_suffix(".md") if settings.quick else ROOT / "docs" / "speed.md")
-    results = _again(settings, json.loads(output.read_text())) if settings.again else _collect(settings)
     output.parent.mkdir(parents=True, exist_ok=True)
+    settings.kept = output.with_suffix(".parts.json")
+    results = _again(settings, json.loads(output.read_text())) if settings.again else _collect(settings)
     output.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     shown.write_text(page(results))
+    settings.kept.unlink(missing_ok=True)
     print(f"wrote {output} and {shown}")
 
 
@@ -122,14 +126,23 @@ def _measure_memory(name: str, rows: list[dict[str, Any]], part: Callable[..., A
 
 
 def _in_a_process(settings: argparse.Namespace, part: str, options: dict[str, str]) -> Any:
-    print("measuring", part, *options.values(), flush=True)
-    command = [sys.executable, __file__, "--part", part, "--threads", str(settings.threads)]
+    command = ["--part", part, "--threads", str(settings.threads)]
     command += [text for name, value in options.items() for text in (f"--{name}", value)]
     command += ["--quick"] if settings.quick else []
     command += ["--repeats", str(settings.repeats)] if settings.repeats else []
+    kept = json.loads(settings.kept.read_text()) if settings.kept.is_file() else {}
+    key = " ".join([str(Provenance.collect(seeds=(), data={}).commit), *command])
+    if key in kept:
+        print("measured before:", part, *options.values(), flush=True)
+        return kept[key]
+    print("measuring", part, *options.values(), flush=True)
     environment = {**os.environ, "OMP_NUM_THREADS": str(settings.threads)}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
-    return json.loads(done.stdout.splitlines()[-1])
+    done = subprocess.run(
+        [sys.executable, __file__, *command], stdout=subprocess.PIPE, text=True, check=True, env=environment
+    )
+    measured = json.loads(done.stdout.splitlines()[-1])
+    write_atomically(settings.kept, json.dumps({**kept, key: measured}))
+    return measured
 
 
 def _run_part(settings: argparse.Namespace) -> None:

@@ -1,6 +1,7 @@
 """What the benchmarks' pages say follows from what was measured."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import harm_page
 import instance_norm_page
 import measuring
 import serve_page
+import speed
 import speed_page
 from dltta.methods import Method
 from dltta.quality.candidates import EFFORTS
@@ -234,3 +236,40 @@ def test_the_page_of_instance_normalization_counts_gains_over_the_source_model()
     assert "Best on average at simulated sites: A task: matched (+5.5)." in text
     assert "A task, mean over the other scanners, where it differs from the source model: matched -4.0." in text
     assert "Not measured: tent fixed (A task), " in text
+
+
+def test_an_interrupted_measurement_of_speed_goes_on_where_it_was(tmp_path, monkeypatch):
+    ran = []
+
+    def run(command, **options):
+        if "--part" not in command:  # git, which says what code this is
+            return subprocess.CompletedProcess(command, 0, stdout="abc\n")
+        part = command[command.index("--part") + 1]
+        if part == "training" and "training" not in ran:
+            ran.append(part)
+            raise KeyboardInterrupt
+        ran.append(part)
+        return subprocess.CompletedProcess(command, 0, stdout=f'noise\n"{part} {len(ran)}"\n')
+
+    monkeypatch.setattr(speed.subprocess, "run", run)
+    monkeypatch.setattr(speed, "page", str)
+    file = tmp_path / "speed.json"
+    file.write_text('{"workloads": {"oct": {}}}')
+    command = [
+        "--workloads",
+        "oct",
+        "--again",
+        "stream",
+        "training",
+        "--output",
+        str(file),
+        "--page",
+        str(tmp_path / "speed.md"),
+    ]
+    with pytest.raises(KeyboardInterrupt):
+        speed.main(command)
+    assert file.read_text() == '{"workloads": {"oct": {}}}'  # nothing half-written
+    speed.main(command)
+    assert ran == ["stream", "training", "training"]
+    assert json.loads(file.read_text()) == {"workloads": {"oct": {}}, "stream": "stream 1", "training": "training 3"}
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".json"] == ["speed.json"]
