@@ -20,6 +20,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 
+from matplotlib.figure import Figure
+
 from dltta.data.streams import split_stream
 from dltta.evaluation.columns import from_columns, to_columns, without_names
 from dltta.evaluation.expected import quality_rows
@@ -28,7 +30,7 @@ from dltta.evaluation.paper.published import Published
 from dltta.evaluation.results import Results, StreamResult, strict
 from dltta.evaluation.tables import NAMES, Row, by_target, method_label, primary_metric
 from dltta.methods import Method
-from dltta.recipes import UDA
+from dltta.recipes import NO_RATE, UDA
 
 DOCS = Path(__file__).parent.parent
 TITLES = {
@@ -48,6 +50,12 @@ OTHER_SITES = {"prostate_t2_ucl": "prostate_t2", "prostate_t2_bidmc": "prostate_
 COLUMNS = {"ucl": "D", "bidmc": "E"}  # of the paper's prostate table, whose source A is Radboud
 SHARED = ("source", "cases", "size", "training")  # by comparisons that are one
 PLAIN = ("source", "none")
+COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#7f7f7f", "#a6761d", "#000000", "#882255")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
+PICTURE = (
+    "![Each method's gain over the source model at every real target: most methods lie where batch statistics alone, "
+    "PTBN, lie](images/real.png)"
+)
 CONTROLS = {
     "fixed": "the method's own fixed rate",
     "matched": "a fixed rate at the mean of the dynamic one",
@@ -72,6 +80,8 @@ def main(folder: Path) -> None:
     kept = strict(kept)
     file.write_text(written(kept))
     (DOCS / "real.md").write_text(page(kept))
+    (DOCS / "images").mkdir(exist_ok=True)
+    draw(kept).savefig(DOCS / "images" / "real.png", dpi=150)
 
 
 def written(kept: dict) -> str:
@@ -99,18 +109,20 @@ def _lines(value: object) -> str:
 def joined(name: str, found: Results, before: dict) -> dict:
     """What was run now, with what was run before on the same networks."""
     found = kept_of(found)
-    if "columns" in before:
-        earlier = from_columns(before["columns"])
-        if same_networks(found, earlier):
-            return entry(merged([found, earlier]))
+    if not before:
+        return entry(found)
+    earlier = [from_columns(before["columns"])] if "columns" in before else []
+    same = same_networks(found, earlier[0]) if earlier else same_summary(before, entry(found))
+    if not same:
         print(f"{name}: the source models or settings are others than before; its earlier numbers are dropped")
         return entry(found)
-    new = entry(found)
+    new = entry(merged([found, *earlier]))
     ran = {(row["method"], row["rate"]) for row in new["rows"]}
-    if before and same_summary(before, new):  # of before the scores of cases were kept
-        new["rows"] += [as_one_seed(row) for row in before["rows"] if (row["method"], row["rate"]) not in ran]
-    elif before:
-        print(f"{name}: the source models or settings are others than before; its earlier numbers are dropped")
+    left = [row for row in before["rows"] if (row["method"], row["rate"]) not in ran]  # of before scores were kept
+    if left:
+        new["rows"] = sorted([*new["rows"], *map(as_one_seed, left)], key=lambda row: place_of(row["method"]))
+        new["notes"] += [note for note in before["notes"] if note not in new["notes"]]
+        new["expected"] += [row for row in before["expected"] if (row["method"], NO_RATE) not in ran]
     return new
 
 
@@ -347,6 +359,30 @@ def overview(kept: dict) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def draw(kept: dict) -> Figure:
+    """Each method's gain over the source model: a dot for every target, a bar at their mean."""
+    rows = [(method, found) for method, rate in plain_rates(kept) if (found := gains(kept, method, rate))]
+    figure = Figure(figsize=(7.2, 0.3 * len(rows) + 1.6), layout="constrained")
+    axis = figure.subplots()
+    axis.axvline(0, color="#888888", linewidth=1, zorder=1)
+    tasks = list(kept)
+    for place, (_, found) in enumerate(rows):
+        axis.plot([min(found.values()), max(found.values())], [place, place], color="#e4e4e4", linewidth=5, zorder=0)
+        for (name, _), gain in found.items():
+            color, marker = COLORS[tasks.index(name) % len(COLORS)], MARKERS[tasks.index(name) % len(MARKERS)]
+            axis.scatter(gain, place, s=26, color=color, marker=marker, alpha=0.9, linewidths=0, zorder=2)
+        axis.scatter(fmean(found.values()), place, s=170, color="black", marker="|", linewidths=2, zorder=3)
+    axis.set_yticks(range(len(rows)), [f"{NAMES.get(method, method)} ({len(found)})" for method, found in rows])
+    axis.invert_yaxis()
+    axis.set_xlabel("points above the source model, at each target (bar: mean; in brackets: targets)")
+    axis.spines[["top", "right"]].set_visible(False)
+    for place, name in enumerate(tasks):
+        color, marker = COLORS[place % len(COLORS)], MARKERS[place % len(MARKERS)]
+        axis.scatter([], [], s=26, color=color, marker=marker, linewidths=0, label=name)
+    figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=8)
+    return figure
 
 
 def points(value: float) -> str:
@@ -588,6 +624,7 @@ def page(kept: dict) -> str:
         "those over different targets do not compare: mind their number. *Gap closed*: gains over gaps between home "
         "and target, both summed over the targets at which there is a gap.",
         overview(kept),
+        PICTURE,
         "### Is it the rate being dynamic?\n\nThe paper's rate (Eq. 6) against its controls, in points:",
         dynamic(kept),
         "### The source networks at home\n\nOn cases of the source site that training did not see; weights of the last "
