@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from small_results import PROVENANCE, one_target, results, stream
 
-from dltta.errors import DataError
 from dltta.evaluation.columns import from_columns, to_columns, without_names
 from dltta.evaluation.expected import quality_rows
 from dltta.evaluation.formats import markdown
@@ -74,8 +73,9 @@ def test_a_score_that_is_not_defined_stays_so():
     assert sorted(str(case.metrics["dice"]) for case in made.cases) == ["0.5", "nan"]
 
 
-def test_streams_of_several_sites_are_refused():
+def test_cases_of_several_sites_stay_apart():
     long = stream("tent", "fixed", [0.5, 0.6])
-    mixed = replace(long, cases=(long.cases[0], replace(long.cases[1], site="C")))
-    with pytest.raises(DataError, match="several sites"):
-        to_columns(Results({}, PROVENANCE, (mixed,)), ("dice",))
+    mixed = replace(long, cases=(long.cases[0], replace(long.cases[1], site="C", case=long.cases[0].case)))
+    (made,) = again(Results({}, PROVENANCE, (mixed,))).streams
+    assert {case.site: case.metrics["dice"] for case in made.cases} == {"B": 0.5, "C": 0.6}
+    assert len({case.case for case in made.cases}) == 2

@@ -10,7 +10,6 @@ from dataclasses import asdict, replace
 from hashlib import sha256
 from typing import Any
 
-from dltta.errors import DataError
 from dltta.evaluation.provenance import Provenance
 from dltta.evaluation.results import Results, StreamResult, strict
 from dltta.evaluation.run import CaseRecord
@@ -40,7 +39,7 @@ def _checksum(site: str, name: str) -> str:
 
 
 def to_columns(results: Results, metrics: Sequence[str]) -> dict[str, Any]:
-    """As JSON, with these metrics of cases and streams; streams of several sites are refused."""
+    """As JSON, with these metrics of cases and streams."""
     sites = dict.fromkeys(stream.target for stream in results.streams)
     return {
         "config": results.config,
@@ -69,13 +68,13 @@ def _name(case: CaseRecord) -> str:
 
 
 def _stream(stream: StreamResult, metrics: Sequence[str]) -> dict[str, Any]:
-    if any(case.site != stream.target for case in stream.scored):
-        raise DataError(f"{stream.target} is a stream of several sites; its cases cannot be kept in columns")
     scored = sorted(stream.scored, key=_name)
     slices = [case for case in stream.cases if case.volume is not None]
     record = {name: getattr(stream, name) for name in PLACE}
     record["metrics"] = {name: _short(value) for name, value in stream.metrics.items() if name in metrics}
     record["cases"] = [_name(case) for case in scored]
+    if any(case.site != stream.target for case in scored):
+        record["sites"] = [case.site for case in scored]
     record["scores"] = {
         name: [_short(case.metrics.get(name, math.nan)) for case in scored]
         for name in metrics
@@ -101,8 +100,9 @@ def _stream_again(record: Mapping[str, Any], patients: Mapping[str, str]) -> Str
         for place in range(len(record["cases"]))
     ]
     facts, site = _rows(record["facts"], len(scores)), record["target"]
+    sites = record.get("sites", [site] * len(scores))
     scored = tuple(
-        CaseRecord(name, site, scores[place], None, group=patients.get(name), **facts[place])
+        CaseRecord(name, sites[place], scores[place], None, group=patients.get(name), **facts[place])
         for place, name in enumerate(record["cases"])
     )
     columns = record.get("slices", {})
