@@ -20,8 +20,8 @@ from dltta.training import TrainingSettings
 
 def small(folder, **options):
     settings = {
-        "source": ("phantom:oct:spectralis:6",),
-        "targets": ("phantom:oct:cirrus:4:1",),
+        "source": ("phantom:oct:spectralis:6:0:96x64",),
+        "targets": ("phantom:oct:cirrus:4:1:96x64",),
         "output": str(folder),
         "network_options": {"width": 4},
         "methods": ("source", "tent"),

@@ -108,6 +108,8 @@ def test_killed_and_resumed_by_name_it_leaves_what_an_unbroken_run_leaves(kind, 
         assert any(line.get("rate") for line in found), "nothing was ever updated"
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("short_rehearsal")
 def test_all_stands_for_what_the_model_supports(tmp_path, monkeypatch, capsys):
     """On a network without batch normalization and with nothing trained beside it, the others are left out aloud."""
     code, out, error = typed(
