@@ -10,7 +10,7 @@ import pytest
 
 import dltta.evaluation.experiment
 from dltta.errors import DataError, NonFiniteError, SettingError
-from dltta.evaluation.experiment import Experiment, run_experiment, run_sweep
+from dltta.evaluation.experiment import Bench, Experiment, Job, run_experiment, run_sweep
 from dltta.evaluation.results import Results
 from dltta.evaluation.runners import Local
 from dltta.models.io.checkpoint import load_checkpoint, save_checkpoint
@@ -202,6 +202,17 @@ def test_matched_runs_at_the_mean_rate_of_the_dynamic_stream(finished, tmp_path)
     assert recipe_for("tent", "adam:1e-3") == replace(paper("tent", "fixed"), alpha=1e-3, optimizer="adam", name="own")
     assert [rate for method, rate in by_rate if method == "recommended"] == ["none"]
     assert all(case.decision is not None for case in by_rate["recommended", "none"].cases)
+
+
+def test_controls_are_run_again_when_the_memory_that_gave_their_rates_changes(tmp_path):
+    def keys(**recipe):
+        experiment = small(tmp_path, adaptation=Recipe(batches_kept=2, neighbors=1, **recipe))
+        job = Job(experiment.targets[0], "tent", "fixed", 0, 0)
+        bench = Bench(experiment, {"seed_0": {"": "weights"}}, {(job.target, 0): "images"}, {}, {})
+        return {rate: bench.key(replace(job, rate=rate)) for rate in ("fixed", "dynamic", "matched", "shuffled")}
+
+    before, after = keys(), keys(ready="neighbors")
+    assert [rate for rate in before if before[rate] != after[rate]] == ["dynamic", "matched", "shuffled"]
 
 
 @dataclass

@@ -292,3 +292,15 @@ def test_a_method_of_fewer_trainings_is_compared_with_the_source_models_of_those
     assert tent.worse == 0.0
     assert ptbn.cells[0].gain == pytest.approx(0.0)
     assert ptbn.worse == 0.0  # every case: 10 points lost with one training, 10 gained with the other
+
+
+def test_a_stream_that_ends_before_the_memory_is_ready_is_said_to():
+    silent = stream("tent", "dynamic", [0.7, 0.8])
+    silent = replace(silent, cases=tuple(replace(case, discrepancy=None) for case in silent.cases))
+    found = results(stream("source", "none", [0.6, 0.6]), stream("ttt", "dynamic", [0.7, 0.8]), silent)
+    said = [note for note in by_target(found).notes if "memory" in note]
+    assert said == [
+        "At B the stream ended before the memory was ready, so the dynamic rate and its controls stayed the initial "
+        "one: Tent + dynamic."
+    ]
+    assert not [note for note in by_target(one_target()).notes if "memory" in note]

@@ -14,7 +14,7 @@ from dltta.evaluation.provenance import Provenance
 from dltta.evaluation.results import Results, StreamResult, strict
 from dltta.evaluation.run import CaseRecord
 
-FACTS = ("decision", "quality", "quality_low", "quality_high", "review", "missed", "invented", "unit")
+FACTS = ("decision", "quality", "quality_low", "quality_high", "review", "missed", "invented", "unit", "discrepancy")
 PLACE = ("source", "target", "method", "rate", "seed", "order", "task")
 DIGITS = 6
 

@@ -286,6 +286,8 @@ class Bench:
         ]
         if recipe.calibration_matters:
             decisive.append(self.calibrations.get(job.model))
+        if job.rate in CONTROLS:  # its rates are those of a stream with a memory
+            decisive.append(self.experiment.recipe(replace(job, rate=Rule.DYNAMIC)).deciding())
         digest = sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:12]
         return f"{_file_name(job.target)}_{job.method}_{job.rate}_seed{job.seed}_order{job.order}_{digest}"
 

@@ -29,6 +29,7 @@ from dltta.metrics import (
 )
 from dltta.models.io.checkpoint import training_words
 from dltta.quality.decision import SEVERITY
+from dltta.recipes import Rule
 
 SIGNIFICANT = 0.05
 PLAIN_RATES = ("none", "fixed")  # a method with one of these goes by its name
@@ -337,6 +338,7 @@ def _notes(results: Results, rows: Sequence[Row], columns: Sequence[Column]) -> 
         notes.append(f"Made worse: share of cases that score worse than without adaptation ({title}).")
     if any(not math.isnan(cell.p) for cell in cells):
         notes.append(_significance_note(results, cells))
+    notes.extend(_memory_notes(results, columns))
     notes.extend(_count_notes(results, columns))
     notes.extend(_different_cases_notes(results, columns))
     notes.extend(_decision_notes(results, columns))
@@ -383,6 +385,19 @@ def _spread_note(results: Results, columns: Sequence[Column]) -> str:
         return f"{points}, one stream." if right_or_wrong else f"{points}, mean ± sd over the cases of one stream."
     number = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
     return f"{points}, mean ± sd over {number} streams (seeds x orders)."
+
+
+def _memory_notes(results: Results, columns: Sequence[Column]) -> Iterator[str]:
+    """Streams that ended before the memory was ready: their dynamic rate and its controls are the initial one."""
+    for pair in dict.fromkeys(column.pair for column in columns if column.pair):
+        streams = [s for s in results.streams if (s.source, s.target) == pair and s.rate == Rule.DYNAMIC]
+        silent = [s for s in streams if all(case.discrepancy is None for case in s.cases)]
+        labels = ", ".join(dict.fromkeys(method_label(stream.method, stream.rate) for stream in silent))
+        if labels:
+            yield (
+                f"At {pair[1]} the stream ended before the memory was ready, so the dynamic rate and its controls "
+                f"stayed the initial one: {labels}."
+            )
 
 
 def _significance_note(results: Results, cells: Sequence[Cell]) -> str:
