@@ -132,7 +132,7 @@ def kept_of(found: Results) -> Results:
 
 
 def same_networks(found: Results, earlier: Results) -> bool:
-    """Whether source models of the same seeds, trained with the same settings, still give every case the same score."""
+    """Whether source models of the same seeds, trained with the same settings, still give the same scores."""
     if shared(found.config) != shared(earlier.config):
         return False
     scores = [

@@ -294,6 +294,17 @@ def test_a_method_of_fewer_trainings_is_compared_with_the_source_models_of_those
     assert ptbn.worse == 0.0  # every case: 10 points lost with one training, 10 gained with the other
 
 
+def test_a_rate_of_fewer_trainings_is_tested_against_the_fixed_rate_of_those():
+    """It is worse on every case of its training; against the mean of both trainings it would seem better."""
+    found = results(
+        stream("tent", "fixed", [0.71, 0.72, 0.73, 0.74, 0.75, 0.76]),
+        stream("tent", "fixed", [0.1] * 6, seed=1),
+        stream("tent", "dynamic", [0.70, 0.70, 0.70, 0.70, 0.70, 0.70]),
+    )
+    (row,) = [row for row in by_target(found).rows if row.rate == "dynamic"]
+    assert row.cells[0].significance == "worse"
+
+
 def test_a_stream_that_ends_before_the_memory_is_ready_is_said_to():
     silent = stream("tent", "dynamic", [0.7, 0.8])
     silent = replace(silent, cases=tuple(replace(case, discrepancy=None) for case in silent.cases))

@@ -166,13 +166,14 @@ def targets(results: Results) -> list[Pair]:
 def gains(results: Results, pair: Pair, method: str, rate: str, metric: str) -> dict[tuple[str, str], float]:
     """Gain over the source of each case of one target, averaged over streams."""
     adapted = results.select(*pair, method, rate)
-    return case_gains(case_means(adapted, metric), case_means(_sources(results, pair, adapted), metric), metric)
+    source = _beside(adapted, results.select(*pair, SOURCE, "none"))
+    return case_gains(case_means(adapted, metric), case_means(source, metric), metric)
 
 
-def _sources(results: Results, pair: Pair, adapted: Iterable[StreamResult]) -> list[StreamResult]:
-    """The unadapted streams to compare with: of the same trainings, where a method has run with fewer than others."""
-    seeds = {stream.seed for stream in adapted}
-    return [stream for stream in results.select(*pair, SOURCE, "none") if stream.seed in seeds]
+def _beside(streams: Iterable[StreamResult], others: Iterable[StreamResult]) -> list[StreamResult]:
+    """The others to compare with: of the same trainings, where a method has run with fewer than another."""
+    seeds = {stream.seed for stream in streams}
+    return [stream for stream in others if stream.seed in seeds]
 
 
 def by_target(results: Results, metric: str | None = None) -> Table:
@@ -263,7 +264,7 @@ def _mean_cell(cells: Sequence[Cell | None]) -> Cell | None:
 
 
 def _gain(results: Results, method: str, adapted: Sequence[StreamResult], column: Column) -> float:
-    source = _sources(results, column.pair, adapted) if column.pair else []
+    source = _beside(adapted, results.select(*column.pair, SOURCE, "none")) if column.pair else []
     if method == SOURCE or not source:
         return math.nan
     difference = summarize(adapted, column.metric).mean - summarize(source, column.metric).mean
@@ -273,7 +274,7 @@ def _gain(results: Results, method: str, adapted: Sequence[StreamResult], column
 def _interval(results: Results, method: str, rate: str, pair: Pair, metric: str) -> tuple[float, float]:
     """Of the gain over the source; each training is compared with the source model of the same training."""
     adapted = results.select(*pair, method, rate)
-    source = _sources(results, pair, adapted)
+    source = _beside(adapted, results.select(*pair, SOURCE, "none"))
     if method == SOURCE:
         return math.nan, math.nan
     seeds = dict.fromkeys(stream.seed for stream in source)
@@ -287,7 +288,8 @@ def _against_fixed(results: Results, method: str, rate: str, pair: Pair, metric:
     if rate in PLAIN_RATES:
         return math.nan, None
     streams = results.select(*pair, method, rate)
-    ours, fixed = case_means(streams, metric), case_means(results.select(*pair, method, "fixed"), metric)
+    others = _beside(streams, results.select(*pair, method, "fixed"))
+    ours, fixed = case_means(streams, metric), case_means(others, metric)
     shared, patients = ours.keys() & fixed.keys(), case_patients(streams)
     first, second = (unit_means({c: v for c, v in side.items() if c in shared}, patients) for side in (ours, fixed))
     p = paired_test(list(first.values()), [second[patient] for patient in first]).p
