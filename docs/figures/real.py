@@ -318,8 +318,7 @@ def plain_rates(kept: dict) -> list[tuple[str, str]]:
     usual = [pair for pair in found if pair[1] in ("none", "fixed", "aligned") and pair[0] != "source"]
     aligned = {method for method, rate in usual if rate == "aligned"}  # its authors' rule
     chosen = [pair for pair in usual if pair[1] != "fixed" or pair[0] not in aligned]
-    order = [*map(str, Method), "recommended"]
-    return sorted(chosen, key=lambda pair: order.index(pair[0]) if pair[0] in order else len(order))
+    return sorted(chosen, key=lambda pair: place_of(pair[0]))
 
 
 def overview(kept: dict) -> str:
