@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help setup test test-fast test-slow test-extras test-nnunet peers lint format demo numbers docs docs-serve dist bench-speed bench-adapt bench-harm bench-instance bench-serve bench-grid clean
+.PHONY: help setup test test-fast test-slow test-extras test-nnunet peers lint format demo numbers docs docs-serve dist bench-speed bench-adapt bench-harm bench-instance bench-real bench-serve bench-grid clean
 help:
 	@echo "make demo       train at a synthetic hospital A, adapt to hospital B; see runs/demo/oct/report.html"
 	@echo "make test       build .venv and run the tests"
@@ -17,6 +17,7 @@ help:
 	@echo "make numbers    run the demo again, write its picture and all quoted numbers into README and docs"
 	@echo "make dist       build wheel and sdist into dist/, install the wheel in an empty environment, run its demo"
 	@echo "make bench-speed, bench-adapt, bench-harm, bench-instance   measure speed, the guard, instance normalization; rewrite their pages in docs"
+	@echo "make bench-real SITES=FOLDER   every comparison on real sites, resumable, hours; rewrites docs/real.md"
 	@echo "make bench-grid    what two tasks at the same time gain on this machine; rewrites the table of docs/grid.md"
 	@echo "make clean      remove .venv and caches"
 
@@ -117,6 +118,9 @@ bench-harm: setup
 
 bench-instance: setup
 	$(BIN)/python benchmarks/instance_norm.py
+
+bench-real: setup
+	$(BIN)/python benchmarks/real.py $(SITES)  # goes on where it was stopped
 
 bench-serve: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[serve]"

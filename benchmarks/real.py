@@ -1,0 +1,119 @@
+"""Every comparison of docs/real.md, one after another, and the page: make bench-real SITES=FOLDER
+
+FOLDER holds the site folders that configs/real name. Hours of two cores with one seed: every command continues where it
+was stopped, and what was run at another time joins the page as long as the source models still give the same scores.
+
+    python benchmarks/real.py FOLDER --only oct_layers spinal_cord --seeds 3
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PROSTATE = ("radboud", "ucl", "bidmc")
+RATES = ["--methods", "source,ptbn,tent,ttt,atta", "--rates", "fixed,dynamic,matched,shuffled"]
+METHODS = ["--methods", "all", "--rates", "fixed"]
+UDAS = ["--methods", "source,udas", "--rates", "fixed"]
+CASES = {"wbc_cells": 40, "wbc_types": 128, "nuclei_tissue": 16, "nuclei_fluo": 16}  # at most, of a target
+THERE = {  # task: targets to train at, to see what their data allow, and the site that such a network is also run on
+    "wbc_cells": (("bccd", "cellavision"), "jtsc"),
+    "wbc_types": (("bccd", "cellavision"), "jtsc"),
+    "nuclei_tissue": (("tissue_lilac",), "tissue_white"),
+    "nuclei_fluo": (("fluo_360",), "fluo_256"),
+    "oct_layers": (("cirrus",), "optovue_a"),
+}
+DIRECTIONS = {"prostate_t2_ucl": ("ucl", 80), "prostate_t2_bidmc": ("bidmc", 45)}  # epochs: about as many steps
+TASKS = (
+    "oct_layers",
+    "prostate_t2",
+    "prostate_t2_3d",
+    "wbc_cells",
+    "wbc_types",
+    "nuclei_tissue",
+    "nuclei_fluo",
+    "spinal_cord",
+    *DIRECTIONS,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    settings = _parser().parse_args(arguments)
+    if unknown := [name for name in settings.only if name not in TASKS]:
+        raise SystemExit(f"no task {unknown[0]!r}; there are {', '.join(TASKS)}")
+    tasks = {name: commands(name, settings) for name in TASKS if not settings.only or name in settings.only}
+    if settings.dry_run:
+        for listed in tasks.values():
+            print("\n".join(" ".join(["dltta", *command]) for command in listed))
+        return
+    with ThreadPoolExecutor(settings.jobs) as pool:  # a task's commands share its models: one after another
+        failed = [
+            command for lost in pool.map(lambda name: run(name, tasks[name], settings), tasks) for command in lost
+        ]
+    subprocess.run([sys.executable, ROOT / "docs" / "figures" / "real.py", settings.work], check=True)
+    if failed:
+        raise SystemExit("failed: " + "; ".join(" ".join(command) for command in failed))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sites", type=Path, help="the folder that holds the site folders")
+    parser.add_argument("--work", type=Path, default=Path("runs/real"), help="models, streams and results")
+    parser.add_argument("--only", nargs="+", default=[], metavar="TASK", help="of: " + ", ".join(TASKS))
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--orders", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="tasks at the same time, a thread each")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands and run nothing")
+    return parser
+
+
+def commands(name: str, settings: argparse.Namespace) -> list[list[str]]:
+    """What `dltta` is given for a task, in this order."""
+    family = "prostate_t2" if name in DIRECTIONS else name
+    work = settings.work / name
+    shared = ["bench", f"{ROOT / 'configs' / 'real' / family}.toml", "--data", str(settings.sites), "--threads", "1"]
+    cases = ["--cases", str(CASES[name])] if name in CASES else []
+    many = ["--seeds", str(settings.seeds), "--orders", str(settings.orders)]
+
+    def compared(output: str, *options: str) -> list[str]:
+        return [*shared, "--work", str(work), "-o", str(work / output), *options, *cases, *many, *_sites(name)]
+
+    listed = [compared("rates", *RATES), compared("methods", *METHODS)]
+    if name == "prostate_t2":
+        listed.append(compared("udas", *UDAS))
+    for target in THERE.get(name, ((), ""))[0]:
+        where = ["--source", f"{name}/{target}", "--target", f"{name}/{THERE[name][1]}"]
+        listed.append([*shared, "-o", str(work / "there" / target), *where, "--methods", "source", "--cases", "2"])
+    return listed
+
+
+def _sites(name: str) -> list[str]:
+    """Of a direction that its configuration does not have."""
+    if name not in DIRECTIONS:
+        return []
+    source, epochs = DIRECTIONS[name]
+    targets = [f"--target=slices:prostate_t2/{site}" for site in PROSTATE if site != source]
+    return [f"--source=slices:prostate_t2/{source}", *targets, "--epochs", str(epochs)]
+
+
+def run(name: str, listed: Sequence[list[str]], settings: argparse.Namespace) -> list[list[str]]:
+    """The commands that failed; what each says is in a file beside its results."""
+    failed = []
+    folder = settings.work / name
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (folder / "log.txt").open("a") as log:
+        for command in listed:
+            print(f"{name}: dltta {' '.join(command)}", flush=True)
+            program = [sys.executable, "-m", "dltta", *command]
+            done = subprocess.run(program, stdout=log, stderr=subprocess.STDOUT, env=environment, check=False)
+            failed += [command] if done.returncode else []
+    return failed
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The one command for all comparisons on real sites: what it would run, and what it does when one fails."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location(path.replace("/", "_"), ROOT / f"{path}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+real = load("benchmarks/real")
+
+
+def test_every_task_of_the_page_has_its_commands():
+    assert set(real.TASKS) == set(load("docs/figures/real").TITLES)
+
+
+def test_what_would_be_run_is_printed(capsys):
+    real.main(["sites", "--work", "runs", "--only", "nuclei_fluo", "prostate_t2_bidmc", "--seeds", "3", "--dry-run"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" -o ")[2].split()[0] for line in lines] == [
+        "runs/nuclei_fluo/rates", "runs/nuclei_fluo/methods", "runs/nuclei_fluo/there/fluo_360",
+        "runs/prostate_t2_bidmc/rates", "runs/prostate_t2_bidmc/methods",
+    ]  # fmt: skip
+    assert "--methods all --rates fixed --cases 16 --seeds 3 --orders 1" in lines[1]
+    assert (
+        "--source=slices:prostate_t2/bidmc --target=slices:prostate_t2/radboud --target=slices:prostate_t2/ucl"
+        in lines[3]
+    )
+
+
+def test_dltta_takes_the_commands(tmp_path, monkeypatch, capsys):
+    """Up to the sites, which are not there."""
+    from dltta.cli.app import main
+
+    settings = real._parser().parse_args([str(tmp_path), "--work", str(tmp_path / "runs")])
+    for name in ("prostate_t2_ucl", "oct_layers"):
+        for command in real.commands(name, settings):
+            monkeypatch.setattr(sys, "argv", ["dltta", *command])
+            with pytest.raises(SystemExit) as stopped:
+                main()
+            assert stopped.value.code == 2
+            assert str(tmp_path) in capsys.readouterr().err.replace("\n", "")  # it is the site that is missing
+
+
+def test_a_command_that_fails_is_named_at_the_end_and_the_others_run(tmp_path, monkeypatch):
+    ran = []
+
+    def run(program, **options):
+        ran.append(program)
+        return subprocess.CompletedProcess(program, "rates" in " ".join(map(str, program)))
+
+    monkeypatch.setattr(real.subprocess, "run", run)
+    with pytest.raises(SystemExit, match="failed: bench .*rates"):
+        real.main([str(tmp_path), "--work", str(tmp_path / "runs"), "--only", "spinal_cord", "--jobs", "1"])
+    assert [json.dumps(list(map(str, program))).count("spinal_cord.toml") for program in ran] == [
+        1,
+        1,
+        0,
+    ]  # the page last
+
+
+def test_an_unknown_task_is_one_line():
+    with pytest.raises(SystemExit, match="no task 'oct'; there are oct_layers"):
+        real.main(["sites", "--only", "oct"])
