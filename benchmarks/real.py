@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--work", type=Path, default=Path("runs/real"), help="models, streams and results")
     parser.add_argument("--only", nargs="+", default=[], metavar="TASK", help="of: " + ", ".join(TASKS))
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--first-seed", type=int, default=0, help="the first of them; others may be on the page already")
     parser.add_argument("--orders", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="tasks at the same time, a thread each")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and run nothing")
@@ -78,6 +79,7 @@ def commands(name: str, settings: argparse.Namespace) -> list[list[str]]:
     shared = ["bench", f"{ROOT / 'configs' / 'real' / family}.toml", "--data", str(settings.sites), "--threads", "1"]
     cases = ["--cases", str(CASES[name])] if name in CASES else []
     many = ["--seeds", str(settings.seeds), "--orders", str(settings.orders)]
+    many += ["--first-seed", str(settings.first_seed)] if settings.first_seed else []
 
     def compared(output: str, *options: str) -> list[str]:
         return [*shared, "--work", str(work), "-o", str(work / output), *options, *cases, *many, *_sites(name)]

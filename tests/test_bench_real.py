@@ -39,6 +39,12 @@ def test_what_would_be_run_is_printed(capsys):
     )
 
 
+def test_seeds_can_be_counted_from_a_later_one(capsys):
+    real.main(["sites", "--only", "oct_layers", "--seeds", "2", "--first-seed", "1", "--dry-run"])
+    lines = capsys.readouterr().out.splitlines()
+    assert ["--seeds 2 --orders 1 --first-seed 1" in line for line in lines] == [True, True, False]  # not trained there
+
+
 def test_dltta_takes_the_commands(tmp_path, monkeypatch, capsys):
     """Up to the sites, which are not there."""
     from dltta.cli.app import main

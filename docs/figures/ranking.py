@@ -64,7 +64,7 @@ def of_task(task: str, results: Path, root: str | None, cases: int) -> list[dict
     saved = json.loads(results.read_text())
     experiment, data = experiment_of(saved["config"], results, root), saved["provenance"]["data"]
     found: dict[str, list[dict[str, Any]]] = {target: [] for target in experiment.targets}
-    for seed in range(experiment.seeds):
+    for seed in experiment.every_seed:
         model: Model | None = None
         for target in (VALIDATION, *experiment.targets):
             path, began = piece_file(experiment, seed, target, cases, data), time.monotonic()

@@ -160,6 +160,22 @@ def test_orders_differ_and_are_shared_by_methods(tmp_path):
     assert orders["source", 0] == orders["ptbn", 0] != orders["source", 1] == orders["ptbn", 1]
 
 
+@pytest.mark.long
+def test_seeds_counted_from_a_later_one_are_those_of_a_comparison_of_all(tmp_path):
+    """So a second machine, or another day, can run the seeds that are missing."""
+    both = run_experiment(small(tmp_path / "both", seeds=2, rates=("fixed",)))
+    second = run_experiment(small(tmp_path / "second", first_seed=1, rates=("fixed",)))
+    assert second.streams == tuple(stream for stream in both.streams if stream.seed == 1)
+    assert len(second.streams) == 3
+    assert second.provenance.seeds == (1,)
+    assert [path.name for path in (tmp_path / "second" / "models").iterdir()] == ["seed_1"]
+
+
+def test_a_first_seed_below_zero_is_refused(tmp_path):
+    with pytest.raises(SettingError, match="the first seed must be 0 or more, got -1"):
+        small(tmp_path, first_seed=-1)
+
+
 def test_targets_of_another_task_fail_before_anything_is_trained(tmp_path):
     with pytest.raises(DataError, match="hospital_1 has classification"):
         run_experiment(small(tmp_path / "out", targets=("phantom:histology:hospital_1:2",)))

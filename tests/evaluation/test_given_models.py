@@ -212,6 +212,7 @@ class TestBench:
         [
             (("--source", "a"), "has source sites to train on or a model, not both"),
             (("--seeds", "2"), "a given model is one network, got 2 seeds"),
+            (("--first-seed", "1"), "a given model has no seeds; leave the first seed out"),
             (("--methods", "ttt"), "rotation head"),
             (("--methods", "cyclegan"), "cyclegan learns with source images; give --source, not a model"),
         ],

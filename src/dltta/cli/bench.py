@@ -48,6 +48,15 @@ class Compared:
         int | None,
         typer.Option(metavar="N", help="Source models to train, each with its own seed.", show_default="1"),
     ] = None
+    first_seed: Annotated[
+        int | None,
+        typer.Option(
+            "--first-seed",
+            metavar="K",
+            help="The first of these seeds; with --seeds 2 --first-seed 1 the second and third source model.",
+            show_default="0",
+        ),
+    ] = None
     orders: Annotated[int | None, typer.Option(metavar="N", help="Random orders of each stream.", show_default="1")] = (
         None
     )
@@ -190,7 +199,7 @@ def bench(
     table |= _given(
         source=source, targets=target, output=_text(output), root=_text(running.root), work=_text(running.work),
         methods=split_names(compared.methods), rates=split_names(compared.rates), seeds=compared.seeds,
-        orders=compared.orders, cases=compared.cases,
+        first_seed=compared.first_seed, orders=compared.orders, cases=compared.cases,
     )  # fmt: skip
     if "targets" not in table:
         raise SettingError("there is no target to compare on; give --target SITE")

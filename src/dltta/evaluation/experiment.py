@@ -115,6 +115,7 @@ class Experiment:
     methods: tuple[str, ...] = tuple(map(str, PAPER_METHODS))  # "all" stands for those that the model supports
     rates: tuple[str, ...] = ("fixed", "dynamic")
     seeds: int = 1
+    first_seed: int = 0  # seeds are counted from here: others of the same comparison may have been run elsewhere
     orders: int = 1
     cases: int | None = None  # at most so many of each target folder, evenly spread; volumes where slices are taken
     network: str | None = None
@@ -143,6 +144,8 @@ class Experiment:
             self._check_given()
         if self.seeds < 1 or self.orders < 1:
             raise SettingError(f"seeds and orders must be at least 1, got {self.seeds} and {self.orders}")
+        if self.first_seed < 0:
+            raise SettingError(f"the first seed must be 0 or more, got {self.first_seed}")
         if self.cases is not None and self.cases < 1:
             raise SettingError(f"cases must be at least 1, got {self.cases}")
 
@@ -157,6 +160,12 @@ class Experiment:
             raise SettingError("shuffled rates are a control of models that are trained here; leave them out")
         if self.seeds != 1:
             raise SettingError(f"a given model is one network, got {self.seeds} seeds; use --orders to repeat streams")
+        if self.first_seed:
+            raise SettingError("a given model has no seeds; leave the first seed out")
+
+    @property
+    def every_seed(self) -> range:
+        return range(self.first_seed, self.first_seed + self.seeds)
 
     @property
     def folder(self) -> Path:
@@ -195,8 +204,8 @@ class Experiment:
         """Every stream, unadapted ones first; methods without a loss run once whatever the rates."""
         absent = ("none",) if self.model is None else ("none", VALIDATION)  # a given model kept no cases here
         home = [] if self.in_domain in absent else [self.in_domain]
-        jobs = [Job(target, "source", "none", seed, 0) for target in home for seed in range(self.seeds)]
-        for seed in range(self.seeds):
+        jobs = [Job(target, "source", "none", seed, 0) for target in home for seed in self.every_seed]
+        for seed in self.every_seed:
             for target in self.targets:
                 for order in range(self.orders):
                     for method in self.methods:
@@ -395,7 +404,7 @@ def run_sweep(
     for each in benches.values():
         _require_adapters(each.experiment)
     run_streams(list(benches.values()), device, runner, listener, tracker or NoTracker())
-    found, trained = {}, models.get(0)
+    found, trained = {}, models.get(experiment.first_seed)
     for point, each in benches.items():
         jobs = each.experiment.jobs()
         for job, why in each.diverged(jobs).items():
@@ -440,10 +449,11 @@ def prepare(
     if experiment.model is not None:
         return _prepare_given(experiment, experiment.model), {}
     sources = train_all(source_trainings(experiment), device, listener, runner)
-    models = dict(enumerate(sources.values()))
+    models = dict(zip(experiment.every_seed, sources.values(), strict=True))
     if RECOMMENDED in experiment.methods or ALL in experiment.methods:
         models = rehearse_all(experiment, models, device, listener, runner)
-    experiment = experiment.for_model(models[0])
+    first = models[experiment.first_seed]
+    experiment = experiment.for_model(first)
     learned = train_all(uda_trainings(experiment), device, listener, runner)
     weights = {name: _weights(model) for name, model in {**sources, **learned}.items()}
     measured = {
@@ -453,7 +463,7 @@ def prepare(
         + _rehearsed(model)
         for seed, model in models.items()
     }
-    networks = {"source": models[0], **models[0].others()}
+    networks = {"source": first, **first.others()}
     losses = {name: network.record["losses"] for name, network in networks.items() if network is not None}
     return Bench(experiment, weights, _data(experiment, models), measured, losses), models
 
@@ -518,7 +528,7 @@ class MakeTraining(Protocol):
 
 def source_trainings(experiment: Experiment) -> dict[str, MakeTraining]:
     """One for each seed, by name of the model."""
-    return {f"seed_{seed}": partial(source_training, experiment, seed) for seed in range(experiment.seeds)}
+    return {f"seed_{seed}": partial(source_training, experiment, seed) for seed in experiment.every_seed}
 
 
 def uda_trainings(experiment: Experiment) -> dict[str, MakeTraining]:
@@ -747,7 +757,7 @@ def collect_results(bench: Bench, jobs: Sequence[Job]) -> Results:
     kept = [job for job in jobs if (job.target, job.method, job.rate) not in diverged]
     single = [Results.load(bench.stream_file(job)) for job in kept]
     data = {site: value for result in single for site, value in result.provenance.data.items()}
-    seeds = tuple(bench.experiment.training.seed + seed for seed in range(bench.experiment.seeds))
+    seeds = tuple(bench.experiment.training.seed + seed for seed in bench.experiment.every_seed)
     provenance = replace(single[0].provenance, seeds=seeds, data=data)
     streams = tuple(_untimed(stream) for result in single for stream in result.streams)
     config = {**bench.experiment.describe(), "trained_with": bench.trained_with}
@@ -802,8 +812,8 @@ def gather_shown(bench: Bench, jobs: Sequence[Job], checkpoint: Checkpoint | Non
     """The examples of the first target, seed and order, with every method's prediction."""
     target = bench.experiment.targets[0]
     ran = [job for job in jobs if bench.stream_file(job).is_file()]
-    first = [job for job in ran if (job.target, job.seed, job.order) == (target, 0, 0)]
-    dataset = _dataset(bench.experiment, target, 0, checkpoint)
+    first = [job for job in ran if (job.target, job.seed, job.order) == (target, bench.experiment.first_seed, 0)]
+    dataset = _dataset(bench.experiment, target, bench.experiment.first_seed, checkpoint)
     cases = {dataset[i].name: dataset[i] for i in evenly(len(dataset), bench.experiment.examples)}
     kept = {method_label(job.method, job.rate): _load_predictions(bench, job, cases) for job in first}
     return gather_examples(kept, dataset.classes)
@@ -826,7 +836,7 @@ def _dataset(experiment: Experiment, target: str, seed: int, checkpoint: Checkpo
 
 def _sample(experiment: Experiment, checkpoint: Checkpoint) -> Tensor:
     """What the network would get first: one image of the first target, or two where it takes batches."""
-    dataset = _dataset(experiment, experiment.targets[0], 0, checkpoint)
+    dataset = _dataset(experiment, experiment.targets[0], experiment.first_seed, checkpoint)
     images = [dataset[i].image for i in range(1 if checkpoint.task == "segmentation" else min(2, len(dataset)))]
     if (patch := experiment.training.patch) is not None:
         for axis, size in enumerate(patch, start=1):
@@ -839,8 +849,8 @@ def _data(experiment: Experiment, models: Mapping[int, Checkpoint]) -> dict[tupl
     sums: dict[tuple[str, int], str] = {}
     for target in {job.target for job in experiment.jobs()}:
         for seed, model in models.items():
-            if seed and target != VALIDATION:
-                sums[target, seed] = sums[target, 0]
+            if seed != experiment.first_seed and target != VALIDATION:
+                sums[target, seed] = sums[target, experiment.first_seed]
             else:
                 sums[target, seed] = checksum(_dataset(experiment, target, seed, model))
     return sums
