@@ -17,9 +17,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PROSTATE = ("radboud", "ucl", "bidmc")
 RATES = ["--methods", "source,ptbn,tent,ttt,atta", "--rates", "fixed,dynamic,matched,shuffled"]
-METHODS = ["--methods", "all", "--rates", "fixed"]
 UDAS = ["--methods", "source,udas", "--rates", "fixed"]
 CASES = {"wbc_cells": 40, "wbc_types": 128, "nuclei_tissue": 16, "nuclei_fluo": 16}  # at most, of a target
+ALONG = "source,ptbn,tent,ttt,atta,cotta,eata,sar,deyo,rotta,note,recommended"  # what carries something on
+PASSES = 3  # how often a site comes back
+CHANGING = {  # sites of streams that change, and how many images of each
+    "wbc_cells": ("cellavision", "bccd", 40),
+    "wbc_types": ("cellavision", "bccd", 96),
+}
 THERE = {  # task: targets to train at, to see what their data allow, and the site that such a network is also run on
     "wbc_cells": (("bccd", "cellavision"), "jtsc"),
     "wbc_types": (("bccd", "cellavision"), "jtsc"),
@@ -65,8 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--work", type=Path, default=Path("runs/real"), help="models, streams and results")
     parser.add_argument("--only", nargs="+", default=[], metavar="TASK", help="of: " + ", ".join(TASKS))
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--first-seed", type=int, default=0, help="the first of them; others may be on the page already")
+    parser.add_argument("--first-seed", type=int, default=0, help="the first of them; others may be there already")
     parser.add_argument("--orders", type=int, default=1)
+    parser.add_argument("--methods", default="all", metavar="LIST", help="of the comparison of methods; default: all")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="tasks at the same time, a thread each")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and run nothing")
     return parser
@@ -84,13 +90,28 @@ def commands(name: str, settings: argparse.Namespace) -> list[list[str]]:
     def compared(output: str, *options: str) -> list[str]:
         return [*shared, "--work", str(work), "-o", str(work / output), *options, *cases, *many, *_sites(name)]
 
-    listed = [compared("rates", *RATES), compared("methods", *METHODS)]
+    listed = [
+        compared("rates", *RATES),
+        compared("methods", "--methods", settings.methods, "--rates", "fixed"),
+    ]
     if name == "prostate_t2":
         listed.append(compared("udas", *UDAS))
-    for target in THERE.get(name, ((), ""))[0]:
+    if name in CHANGING:
+        along = ["--methods", ALONG, "--rates", "fixed,dynamic", *many, *changing(name)]
+        listed.append([*shared, "--work", str(work), "-o", str(work / "changing"), *along])
+    for target in () if settings.first_seed else THERE.get(name, ((), ""))[0]:  # one training says what data allow
         where = ["--source", f"{name}/{target}", "--target", f"{name}/{THERE[name][1]}"]
         listed.append([*shared, "-o", str(work / "there" / target), *where, "--methods", "source", "--cases", "2"])
     return listed
+
+
+def changing(name: str) -> list[str]:
+    """Several passes over one site, and two sites in blocks, in turn, and one giving way to the other."""
+    *sites, many = CHANGING[name]
+    first, second = (f"{name}/{site}" for site in sites)
+    streams = [f"{turns}:{first},{second}" for turns in ("sequence", "interleave", "drift")]
+    again = ",".join([second] * PASSES)
+    return [f"--target={stream}" for stream in (f"sequence:{again}", *streams)] + ["--cases", str(many)]
 
 
 def _sites(name: str) -> list[str]:

@@ -42,7 +42,24 @@ def test_what_would_be_run_is_printed(capsys):
 def test_seeds_can_be_counted_from_a_later_one(capsys):
     real.main(["sites", "--only", "oct_layers", "--seeds", "2", "--first-seed", "1", "--dry-run"])
     lines = capsys.readouterr().out.splitlines()
-    assert ["--seeds 2 --orders 1 --first-seed 1" in line for line in lines] == [True, True, False]  # not trained there
+    assert len(lines) == 2  # no network is trained at the target once more
+    assert all("--seeds 2 --orders 1 --first-seed 1" in line for line in lines)
+
+
+def test_methods_can_be_chosen(capsys):
+    real.main(["sites", "--only", "spinal_cord", "--methods", "source,recommended", "--dry-run"])
+    lines = capsys.readouterr().out.splitlines()
+    assert ["--methods source,recommended --rates fixed " in line for line in lines] == [False, True]
+
+
+def test_streams_that_change_have_two_sites_in_every_way_and_one_site_three_times(capsys):
+    real.main(["sites", "--only", "wbc_cells", "--dry-run"])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "/changing" in line]
+    one, two = "wbc_cells/cellavision", "wbc_cells/bccd"
+    assert [word.removeprefix("--target=") for word in line.split() if word.startswith("--target")] == [
+        f"sequence:{two},{two},{two}", f"sequence:{one},{two}", f"interleave:{one},{two}", f"drift:{one},{two}",
+    ]  # fmt: skip
+    assert "--rates fixed,dynamic --seeds 1 --orders 1" in line
 
 
 def test_dltta_takes_the_commands(tmp_path, monkeypatch, capsys):
@@ -50,7 +67,7 @@ def test_dltta_takes_the_commands(tmp_path, monkeypatch, capsys):
     from dltta.cli.app import main
 
     settings = real._parser().parse_args([str(tmp_path), "--work", str(tmp_path / "runs")])
-    for name in ("prostate_t2_ucl", "oct_layers"):
+    for name in ("prostate_t2_ucl", "oct_layers", "wbc_types"):
         for command in real.commands(name, settings):
             monkeypatch.setattr(sys, "argv", ["dltta", *command])
             with pytest.raises(SystemExit) as stopped:

@@ -263,29 +263,33 @@ def seed_means(streams: list[StreamResult], metric: str) -> dict[str, float]:
 
 
 def changing(results: Results) -> list[dict]:
-    """Streams of several sites or several passes: the mean of each part. Empty for a comparison of plain targets."""
+    """Streams of several sites or several passes: the mean of each part, over all seeds and orders. Empty for a
+    comparison of plain targets.
+    """
     specs = [split_stream(spec) for spec in results.config["targets"]]
     if not all(specs):
         return []
-    metric, rows = primary_metric(results), []
+    found: dict[tuple[str, str, str], list[StreamResult]] = {}
     for stream in results.streams:
-        if stream.source == stream.target:
-            continue
-        parts: dict[tuple[int, str], list[float]] = {}
-        for case in stream.scored:
-            score = case.metrics.get(metric, math.nan)
-            if not math.isnan(score):
-                parts.setdefault((int(case.case.partition("_")[0]), case.site), []).append(100 * score)
-        rows.append(
-            {
-                "target": stream.target,
-                "method": stream.method,
-                "rate": stream.rate,
-                "cases": len(stream.scored),
-                "parts": [[site, fmean(values)] for (_, site), values in sorted(parts.items())],
-            }
-        )
+        if stream.source != stream.target:
+            found.setdefault((stream.target, stream.method, stream.rate), []).append(stream)
+    rows = []
+    for (target, method, rate), streams in found.items():
+        each = [part_means(stream, primary_metric(results)) for stream in streams]
+        parts = [[site, fmean(means[number, site] for means in each)] for number, site in sorted(each[0])]
+        row = {"target": target, "method": method, "rate": rate, "cases": len(streams[0].scored), "parts": parts}
+        rows.append({**row, **{f"{key}s": len({getattr(s, key) for s in streams}) for key in ("seed", "order")}})
     return rows
+
+
+def part_means(stream: StreamResult, metric: str) -> dict[tuple[int, str], float]:
+    """Number and site of each part: its mean, in points."""
+    parts: dict[tuple[int, str], list[float]] = {}
+    for case in stream.scored:
+        score = case.metrics.get(metric, math.nan)
+        if not math.isnan(score):
+            parts.setdefault((int(case.case.partition("_")[0]), case.site), []).append(100 * score)
+    return {part: fmean(values) for part, values in parts.items()}
 
 
 # ---- from numbers to the page
@@ -554,7 +558,8 @@ def changes(kept: dict) -> str:
             for row in rows:
                 scores = " | ".join(f"{score:.1f}" for _, score in row["parts"])
                 lines.append(f"| {method_label(row['method'], row['rate'])} | {scores} |")
-            parts.append(f"**{name}, {target}**, {rows[0]['cases']} cases\n\n" + "\n".join(lines))
+            run = f"{up_to({'rows': rows}, 'seed')}, {up_to({'rows': rows}, 'order')}"
+            parts.append(f"**{name}, {target}**, {rows[0]['cases']} cases, {run}\n\n" + "\n".join(lines))
     return "\n\n".join(parts) if parts else "Not run yet."
 
 

@@ -152,6 +152,22 @@ def test_a_long_stream_is_shown_pass_by_pass(script):
     assert script.changing(configured(one_target())) == []
 
 
+def test_a_long_stream_of_several_trainings_and_orders_is_their_mean(script, kept):
+    """Two seeds, the second with two orders; the parts are the means of 40, 20, 60 and of 80, 90, 70."""
+    passes = [(0, 0, [0.4, 0.8]), (1, 0, [0.2, 0.9]), (1, 1, [0.7, 0.6])]
+    streams = []
+    for seed, order, scores in passes:
+        long = replace(stream("tent", "dynamic", scores, seed=seed), order=order)
+        numbers = (2, 1) if order else (1, 2)
+        cases = [replace(case, case=f"{n}_{case.case}") for n, case in zip(numbers, long.cases, strict=True)]
+        streams.append(replace(long, cases=tuple(cases)))
+    (row,) = script.changing(configured(results(*streams), targets=["sequence:x/B,x/B"]))
+    assert [(site, round(score, 6)) for site, score in row["parts"]] == [("B", 40.0), ("B", 80.0)]
+    page = script.page({"nuclei_fluo": {**kept["nuclei_fluo"], "changing": [row]}})
+    assert "**nuclei_fluo, B**, 2 cases, 2 seeds, 2 orders\n" in page
+    assert "| Tent + dynamic | 40.0 | 80.0 |" in page
+
+
 def test_a_task_that_is_not_run_again_keeps_its_numbers(script, kept, docs, tmp_path):
     (docs / "results" / "real.json").write_text(json.dumps(kept))
     script.main(tmp_path / "nothing")
