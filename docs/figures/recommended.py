@@ -3,7 +3,8 @@
 python docs/figures/recommended.py cells=runs/real/cells/look/results.json types=runs/real/types/look/results.json
 
 Source models and what they rehearsed lie beside the results, as `--work runs/real/cells` puts them. Tasks that are not
-named keep the rows that they have. Where ranking.py has written docs/results/ranking.json, the page shows that too.
+named keep the rows that they have; other seeds of a task that is named (`dltta bench --first-seed`) join its rows.
+Where ranking.py has written docs/results/ranking.json, the page shows that too.
 """
 
 import json
@@ -101,7 +102,7 @@ def collect(paths: dict[str, Path]) -> list[dict]:
             scores = {method: by_seed(found[target, method], metric) for method in METHODS}
             rows.append({
                 "task": task, "target": target, "metric": metric, "cases": len(first.get("volumes") or first["cases"]),
-                "seeds": len(seeds), "orders": len({stream["order"] for stream in given}),
+                "seeds": len(seeds), "which": seeds, "orders": len({stream["order"] for stream in given}),
                 "scores": {method: fmean(each) for method, each in scores.items()}, "by_seed": scores,
                 "home": means([at_home(path, seed, metric == "accuracy") for seed in seeds]),
                 "expected": means([expected(stream, metric) for stream in given]),
@@ -272,8 +273,29 @@ def kept_ranking() -> list[dict] | None:
     return json.loads(RANKING.read_text()) if RANKING.is_file() else None
 
 
+def joined(new: dict, earlier: list[dict]) -> dict:
+    """A row with the seeds that it has already, if those that have come now are others on the same cases."""
+    for old in earlier:
+        if any(old[key] != new[key] for key in ("task", "target", "metric", "cases", "orders")):
+            continue
+        seeds = old.get("which", list(range(old["seeds"])))  # of before seeds could be counted from a later one
+        if set(seeds) & set(new["which"]):
+            continue
+        together = {method: old["by_seed"][method] + values for method, values in new["by_seed"].items()}
+        order = sorted(range(len(seeds + new["which"])), key=(seeds + new["which"]).__getitem__)
+        by_seed = {method: [values[i] for i in order] for method, values in together.items()}
+        return {
+            **new,
+            "seeds": len(order), "which": sorted(seeds + new["which"]), "by_seed": by_seed,
+            "scores": {method: fmean(values) for method, values in by_seed.items()},
+            **{key: means([old[key]] * len(seeds) + [new[key]] * new["seeds"]) for key in ("home", "expected")},
+        }  # fmt: skip
+    return new
+
+
 def with_earlier(rows: list[dict], earlier: list[dict]) -> list[dict]:
     """And those of tasks that were not run again; tasks in the order in which they came first."""
+    rows = [joined(row, earlier) for row in rows]
     again = {row["task"] for row in rows}
     kept = [row for row in earlier if row["task"] not in again]
     order = list(dict.fromkeys(row["task"] for row in [*earlier, *rows]))

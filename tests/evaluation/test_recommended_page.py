@@ -29,10 +29,10 @@ def stream(method, seed, dice, order=0, rate="none"):
     return {**described, "metrics": {"dice": dice}, "cases": cases}
 
 
-def results(folder, *, seeds):
+def results(folder, *, seeds, first=0):
     """Of `dltta bench`: the source model scores 0.5, 0.6, …, PTBN 0.6 always, recommended 0.7, 0.9, …."""
     made = []
-    for seed in range(seeds):
+    for seed in range(first, first + seeds):
         scores = {"source": 0.5 + 0.1 * seed, "ptbn": 0.6, "recommended": 0.7 + 0.2 * seed}
         made += [stream(method, seed, score) for method, score in scores.items()]
         made += [stream("tent", seed, 0.1, rate="fixed"), stream("tent", seed, 0.62, rate="dynamic")]
@@ -43,7 +43,7 @@ def results(folder, *, seeds):
             {"site": "site 1", "source": 0.1, "chosen": 0.2},
         ]
         (model / "rehearsal.json").write_text(json.dumps({"batch_sizes": {"1": {"default": {"scores": rows}}}}))
-    (folder / "look").mkdir()
+    (folder / "look").mkdir(parents=True)
     path = folder / "look" / "results.json"
     path.write_text(json.dumps({"streams": made}))
     return path
@@ -67,6 +67,24 @@ def test_several_seeds_are_averaged_and_their_spread_is_shown(script, tmp_path):
     assert "Mean ± standard deviation over seeds" in page
     assert "| cells | 90.0 | 91.0 | +1.0 |" in page
     assert "| cells | b | 0.00 | 50 % | 10 % |" in page  # seed 1 expects 1 − 0.9 and the reverse order, and flags one
+
+
+def test_seeds_that_come_later_join_those_that_are_there(script, tmp_path):
+    page = script.page(script.collect({"cells": results(tmp_path / "all", seeds=3)}))
+    first = script.collect({"cells": results(tmp_path / "first", seeds=1)})
+    del first[0]["which"]  # as it was before seeds could be counted from a later one
+    later = script.collect({"cells": results(tmp_path / "later", seeds=2, first=1)})
+    assert script.page(script.with_earlier(later, first)) == page
+    again = script.collect({"cells": results(tmp_path / "again", seeds=1)})
+    assert script.page(script.with_earlier(again, later)) == page  # in whatever order they come
+
+
+def test_seeds_that_are_run_again_or_on_other_cases_replace_what_was_there(script, tmp_path):
+    both = script.collect({"cells": results(tmp_path / "both", seeds=2)})
+    again = script.collect({"cells": results(tmp_path / "again", seeds=1, first=1)})
+    assert script.with_earlier(again, both) == again
+    fewer = [{**row, "cases": 4} for row in script.collect({"cells": results(tmp_path / "fewer", seeds=1)})]
+    assert script.with_earlier(again, fewer) == again
 
 
 def test_orders_of_a_seed_are_one_of_its_scores(script):
@@ -117,7 +135,8 @@ def test_both_sections_follow_from_the_ranking(script, ranking, tmp_path):
 
 
 def test_tasks_that_are_not_run_again_keep_their_rows_and_places(script):
-    earlier = [{"task": task, "target": target, "seeds": 1} for task, target in (("a", "1"), ("b", "1"), ("c", "1"))]
-    again = [{"task": "d", "target": "1", "seeds": 3}, {"task": "b", "target": "1", "seeds": 3}]
+    same = {"target": "1", "metric": "dice", "cases": 5, "orders": 1}
+    earlier = [{"task": task, "seeds": 1, **same} for task in ("a", "b", "c")]
+    again = [{"task": task, "seeds": 3, "which": [0, 1, 2], **same} for task in ("d", "b")]
     found = script.with_earlier(again, earlier)
     assert [(row["task"], row["seeds"]) for row in found] == [("a", 1), ("b", 3), ("c", 1), ("d", 3)]
