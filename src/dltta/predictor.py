@@ -191,8 +191,8 @@ class Predictor:
         learning: bool = True,
     ) -> None:
         self.opened, self.adapter, self._fitting, self._tick = opened, adapter, fitting, tick
-        self._members: list[Stepping] = [each if learning else Still(each) for each in _members(adapter)]
-        self._sources = None if shadow is None else _members(shadow)
+        self._members: list[Stepping] = [each if learning else Still(each) for each in members(adapter)]
+        self._sources = None if shadow is None else members(shadow)
         self._window = opened.window if opened.task == "segmentation" else None
         self._use(self._window)
 
@@ -277,7 +277,7 @@ class Predictor:
         return step, step if self._shadow is None else _together(self._shadow, x, case)
 
 
-def _members(adapter: AnyAdapter) -> list[Adapter]:
+def members(adapter: AnyAdapter) -> list[Adapter]:
     """The adapters of an ensemble, each of which goes over the windows of an image alone, or the one there is."""
     return adapter.members if isinstance(adapter, Ensemble) else [adapter]
 

@@ -140,3 +140,23 @@ def test_the_command_tells_it(images, tmp_path, decide, monkeypatch, capsys, as_
         assert f"decisions since the stream began: 5 kept; 5 to review {listed}" in out
         code, out, _ = typed(monkeypatch, capsys, "state", "cases", tmp_path / "out", "--review")
         assert (code, out.count("look at it")) == (0, 5)
+
+
+class TestMemoryThatWasNotReady:
+    def found(self, images, tmp_path, **recipe):
+        short = {"rate": "dynamic", "batches_kept": 7, "neighbors": 3, "ready": "full", "guard": False}
+        return run(segmenter(), images, tmp_path / "out", **{**short, **recipe})
+
+    def test_a_stream_shorter_than_the_memory_says_that_no_rate_was_dynamic(self, images, tmp_path):
+        found = self.found(images, tmp_path)
+        assert found.waiting_for == 2
+        assert found.warnings[0].startswith("the memory still waits for 2 images, so no rate was dynamic")
+        assert {line["discrepancy"] for line in lines(tmp_path / "out") if "prediction" in line} == {None}
+
+    def test_what_the_warning_advises_makes_rates_dynamic(self, images, tmp_path):
+        assert self.found(images, tmp_path, ready="neighbors").warnings == []
+        assert lines(tmp_path / "out")[-1]["discrepancy"] is not None
+
+    @pytest.mark.parametrize("without", [{"rate": "fixed"}, {"mode": "frozen"}])
+    def test_where_no_rate_is_asked_nothing_is_said(self, images, tmp_path, without):
+        assert self.found(images, tmp_path, **without).waiting_for is None

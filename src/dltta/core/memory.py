@@ -76,6 +76,11 @@ class MemoryBank:
         return min(self._pushed, self.capacity)
 
     @property
+    def needed(self) -> int:
+        """How many pairs recall waits for."""
+        return self.capacity if self.ready == "full" else self.neighbors
+
+    @property
     def nbytes(self) -> int:
         """Bytes held by keys and values."""
         values = [self._values] if isinstance(self._values, Tensor) else self._values
@@ -89,7 +94,7 @@ class MemoryBank:
         """
         if self._keys is None or self._squares is None:
             return None
-        if len(self) < (self.capacity if self.ready == "full" else self.neighbors):
+        if len(self) < self.needed:
             return None
         slots = self._slots_of(self._newest_shape() if shape is None else torch.Size(shape))
         if len(slots) < self.neighbors:

@@ -29,7 +29,7 @@ from dltta.files import sync_folder
 from dltta.fitting import Fitting, default_limit
 from dltta.methods import Method
 from dltta.models.io.opened import OpenedModel, Window
-from dltta.predictor import Loaded, PartTick, Prediction, Predictor
+from dltta.predictor import Loaded, PartTick, Prediction, Predictor, members
 from dltta.recipes import NO_RATE, RECOMMENDED, Recipe, paper
 from dltta.serving.journal import Fields, on_disk
 from dltta.serving.reading import Known, Reader, Unusable
@@ -139,7 +139,7 @@ class Stream:
         finally:
             if self._keeping is not None:
                 wait([self._keeping])
-        self._summary.head = self.index.journal.last
+        self._summary.head, self._summary.waiting_for = self.index.journal.last, self._waiting_for()
         self._summary.conclude(self.index.decisions, self.index.reasons, self.index.reviews)
         return self._summary
 
@@ -188,6 +188,13 @@ class Stream:
         if self.settings.anonymize:
             notices.append(anonymity(self.settings.uids, cases))
         return notices
+
+    def _waiting_for(self) -> int | None:
+        """How many pairs the memory of a dynamic rate still waits for; None if it is ready or nothing is in it."""
+        memory = members(self.adapter)[0].memory
+        if self.recipe.method == RECOMMENDED or not memory:
+            return None
+        return max(0, memory.needed - len(memory)) or None
 
     def _max_memory(self, *, resume: bool) -> int:
         """As it was said, or as the stream was begun: the limit decides about windows, and so about predictions."""

@@ -31,6 +31,7 @@ class Summary:
     to_review: int = 0  # predictions of the whole stream that somebody should look at
     head: str = ""  # hash of the log's last line; who keeps it elsewhere finds a log that was cut back
     notices: list[str] = field(default_factory=list)  # what was said at the start, one sentence each
+    waiting_for: int | None = None  # pairs that the memory still waits for, so that no rate was dynamic yet
     warnings: list[str] = field(default_factory=list)  # what is to be said at the end, one sentence each
 
     def conclude(self, outcomes: Mapping[str, int], reasons: Mapping[str, int], reviews: int = 0) -> None:
@@ -42,6 +43,11 @@ class Summary:
             self.warnings.append(
                 f"{self.windowed} of {self.predicted} images were too large for --max-memory and were predicted in "
                 "windows, each a step of its own (`windows` in stream.jsonl)"
+            )
+        if self.waiting_for is not None:
+            self.warnings.append(
+                f"the memory still waits for {self.waiting_for} images, so no rate was dynamic: every update had the "
+                "initial one; --set ready=neighbors begins with fewer images, --prefill with those of the source"
             )
         if self.mostly_out_of_distribution:
             self.warnings.append(
