@@ -32,6 +32,7 @@ THERE = {  # task: targets to train at, to see what their data allow, and the si
     "nuclei_fluo": (("fluo_360",), "fluo_256"),
     "oct_layers": (("cirrus",), "optovue_a"),
 }
+LONGER = {"oct_layers": 135}  # epochs, of a second network for the score at home: is it training that limits it?
 DIRECTIONS = {"prostate_t2_ucl": ("ucl", 80), "prostate_t2_bidmc": ("bidmc", 45)}  # epochs: about as many steps
 TASKS = (
     "oct_layers",
@@ -99,6 +100,10 @@ def commands(name: str, settings: argparse.Namespace) -> list[list[str]]:
     if name in CHANGING:
         along = ["--methods", ALONG, "--rates", "fixed,dynamic", *many, *changing(name)]
         listed.append([*shared, "--work", str(work), "-o", str(work / "changing"), *along])
+    if name in LONGER and not settings.first_seed:
+        epochs = str(LONGER[name])
+        alone = ["--methods", "source", "--epochs", epochs]
+        listed.append([*shared, "-o", str(work / "longer" / epochs), *alone])
     for target in () if settings.first_seed else THERE.get(name, ((), ""))[0]:  # one training says what data allow
         where = ["--source", f"{name}/{target}", "--target", f"{name}/{THERE[name][1]}"]
         listed.append([*shared, "-o", str(work / "there" / target), *where, "--methods", "source", "--cases", "2"])

@@ -9,7 +9,8 @@ shows and the scores of every case without its name, so that other methods, seed
 run again keeps its numbers, as long as the source models, trained again, still give the same scores.
 
 runs/real/NAME/there/SITE/results.json, if any, is a comparison with the target SITE as source: what a network that was
-trained there gives on cases it has not seen says what the data allow.
+trained there gives on cases it has not seen says what the data allow. runs/real/NAME/longer/N/results.json is one with
+N epochs: whether training, not the data, is the limit at home.
 """
 
 import json
@@ -72,11 +73,15 @@ def main(folder: Path) -> None:
         plain = [results for results in found if not changing(results)]
         before = earlier.get(name, {})
         long = [row for each in found for row in changing(each)] or before.get("changing", [])
-        there = {**before.get("there", {}), **trained_there(folder / name / "there")}
+        beside = {
+            "changing": long,
+            "there": {**before.get("there", {}), **trained_there(folder / name / "there")},
+            "longer": {**before.get("longer", {}), **trained_longer(folder / name / "longer")},
+        }
         if plain:
-            kept[name] = {**joined(name, merged(plain), before), "changing": long, "there": there}
+            kept[name] = {**joined(name, merged(plain), before), **beside}
         elif before:
-            kept[name] = {**before, "changing": long, "there": there}
+            kept[name] = {**before, **beside}
     kept = strict(kept)
     file.write_text(written(kept))
     (DOCS / "real.md").write_text(page(kept))
@@ -193,7 +198,6 @@ def entry(results: Results) -> dict:
     pairs = [column.pair for column in table.columns]
     home = next((i for i, pair in enumerate(pairs) if pair and pair[0] == pair[1]), None)
     targets = [(i, pair[1]) for i, pair in enumerate(pairs) if pair and pair[0] != pair[1]]
-    source = next(row for row in table.rows if row.method == "source")
     rows = [numbers(row, targets, results) for row in table.rows]
     return {
         "source": list(config["source"]),
@@ -204,7 +208,7 @@ def entry(results: Results) -> dict:
         "batch_size": (config.get("adaptation") or {}).get("batch_size"),
         "metric": primary_metric(results),
         "provenance": asdict(results.provenance),
-        "home": None if home is None else {"mean": 100 * source.cells[home].mean, "n": held_out(results)},
+        "home": None if home is None else at_home(results, homes_of(results)),
         "targets": {target: counted(results, target) for _, target in targets},
         "rows": rows,
         "expected": [asdict(row) for row in quality_rows(results)],
@@ -219,18 +223,29 @@ def most(numbers: Iterable[int]) -> int:
 
 def trained_there(folder: Path) -> dict:
     """By target site: what a network trained there scores on the cases held out, in points."""
-    found = {}
-    for path in sorted(folder.glob("*/results.json")):
-        results = Results.load(path)
-        home = [stream for stream in results.streams if stream.source == stream.target]
-        mean = fmean(stream.metrics[primary_metric(results)] for stream in home)
-        found[home[0].target] = {"mean": 100 * mean, "n": held_out(results)}
-    return found
+    found = [(results, homes_of(results)) for results in map(Results.load, sorted(folder.glob("*/results.json")))]
+    return {home[0].target: at_home(results, home) for results, home in found}
+
+
+def trained_longer(folder: Path) -> dict:
+    """By number of epochs: the same of a network of the source site."""
+    found = [Results.load(path) for path in sorted(folder.glob("*/results.json"))]
+    return {str(each.config["training"]["epochs"]): at_home(each, homes_of(each)) for each in found}
+
+
+def homes_of(results: Results) -> list[StreamResult]:
+    return [stream for stream in results.streams if stream.source == stream.target]
+
+
+def at_home(results: Results, home: list[StreamResult]) -> dict:
+    """Source models on the cases held out, in points; of each training by its seed."""
+    by_seed = seed_means(home, primary_metric(results))
+    return {"mean": fmean(by_seed.values()), "n": held_out(results), "by_seed": by_seed}
 
 
 def held_out(results: Results) -> int:
     """Cases of one training; another seed holds out others."""
-    return len(next(stream.scored for stream in results.streams if stream.source == stream.target))
+    return len(homes_of(results)[0].scored)
 
 
 def counted(results: Results, target: str) -> dict:
@@ -427,12 +442,21 @@ def homes(kept: dict) -> str:
         ]
         home = task["home"]
         sites = " + ".join(spec.rpartition("/")[2] for spec in task["source"])
-        score = "–" if home is None else f"{task['metric'].capitalize()} {home['mean']:.1f}"
+        score = "–" if home is None else f"{task['metric'].capitalize()} {home['mean']:.1f}{spread(home)}"
+        score += "".join(
+            f"; {found['mean']:.1f} with {epochs} epochs" for epochs, found in task.get("longer", {}).items()
+        )
         lines.append(
             f"| {name} | {sites} | {task['epochs']} | {'–' if home is None else home['n']} | {score} | {away} | "
             f"{', '.join(there) or '–'} |"
         )
     return "\n".join(lines)
+
+
+def spread(home: dict) -> str:
+    """From which training to which, if there are several."""
+    scores = home.get("by_seed", {}).values()
+    return f" ({min(scores):.1f} to {max(scores):.1f})" if len(scores) > 1 else ""
 
 
 def at_target(kept: dict, name: str, target: str) -> dict | None:
@@ -632,8 +656,9 @@ def page(kept: dict) -> str:
         "### Is it the rate being dynamic?\n\nThe paper's rate (Eq. 6) against its controls, in points:",
         dynamic(kept),
         "### The source networks at home\n\nOn cases of the source site that training did not see; weights of the last "
-        "epoch, so these cases decided nothing. *Trained at the target*: the same training with labels of the target, "
-        "scored on cases of it that were held out: about what these data allow.",
+        "epoch, so these cases decided nothing; of several trainings, which hold out other cases, the mean, the worst "
+        "and the best. *Trained at the target*: the same training with labels of the target, scored on cases of it "
+        "that were held out: about what these data allow.",
         homes(kept),
         "### Expected quality against the truth\n\nOf the recommended recipe, case by case; slices of volumes have no "
         "score of their own.",

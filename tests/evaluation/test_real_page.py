@@ -28,7 +28,7 @@ def configured(found, **changes):
 def kept(script):
     recommended = results(stream("source", "none", [0.6] * 8), stream("recommended", "none", [0.5] * 4 + [0.9] * 4))
     found = script.merged([configured(one_target()), configured(recommended)])
-    return script.strict({"nuclei_fluo": {**script.entry(found), "changing": [], "there": {}}})
+    return script.strict({"nuclei_fluo": {**script.entry(found), "changing": [], "there": {}, "longer": {}}})
 
 
 def test_the_overview_by_hand(script, kept):
@@ -135,6 +135,20 @@ def test_what_a_network_trained_at_the_target_gives_stands_beside_it(script, doc
     folder_of(tmp_path, configured(there, source=["x/B"]), out="there/B")
     script.main(folder)
     assert "| nuclei_fluo | A | 3 | 2 | Dice 91.0 | B 60.0 | B 80.0 (2 held out) |" in (docs / "real.md").read_text()
+
+
+def test_longer_training_stands_beside_the_score_at_home(script, docs, tmp_path):
+    """Several trainings: the mean, the worst and the best; of a longer one its mean."""
+    first, *others = configured(one_target()).streams
+    streams = [stream("source", "none", [0.5, 0.7], source="A", target="A", seed=1), first, *others]
+    folder = folder_of(tmp_path, configured(results(*streams)))
+    longer = results(stream("source", "none", [0.7, 0.9], source="A", target="A"), others[0])
+    folder_of(tmp_path, configured(longer, training={"epochs": 9}), out="longer/9")
+    script.main(folder)
+    page = (docs / "real.md").read_text()
+    assert "| nuclei_fluo | A | 3 | 2 | Dice 75.5 (60.0 to 91.0); 80.0 with 9 epochs | B 60.0 | – |" in page
+    script.main(tmp_path / "nothing")  # and keeps its place
+    assert (docs / "real.md").read_text() == page
 
 
 def test_another_direction_says_what_a_network_trained_at_the_target_gives(script, kept):
