@@ -239,8 +239,12 @@ def homes_of(results: Results) -> list[StreamResult]:
 
 def at_home(results: Results, home: list[StreamResult]) -> dict:
     """Source models on the cases held out, in points; of each training by its seed."""
-    by_seed = seed_means(home, primary_metric(results))
-    return {"mean": fmean(by_seed.values()), "n": held_out(results), "by_seed": by_seed}
+    metric = primary_metric(results)
+    by_seed = seed_means(home, metric)
+    known = [case.metrics.get(metric, math.nan) for stream in home for case in stream.scored]
+    scores = [100 * value for value in known if not math.isnan(value)]
+    cases = [min(scores), max(scores)] if len(set(scores)) > 1 else []
+    return {"mean": fmean(by_seed.values()), "n": held_out(results), "by_seed": by_seed, "cases": cases}
 
 
 def held_out(results: Results) -> int:
@@ -442,7 +446,9 @@ def homes(kept: dict) -> str:
         ]
         home = task["home"]
         sites = " + ".join(spec.rpartition("/")[2] for spec in task["source"])
-        score = "–" if home is None else f"{task['metric'].capitalize()} {home['mean']:.1f}{spread(home)}"
+        score = (
+            "–" if home is None else f"{task['metric'].capitalize()} {home['mean']:.1f}{spread(home, task['metric'])}"
+        )
         score += "".join(
             f"; {found['mean']:.1f} with {epochs} epochs" for epochs, found in task.get("longer", {}).items()
         )
@@ -453,10 +459,16 @@ def homes(kept: dict) -> str:
     return "\n".join(lines)
 
 
-def spread(home: dict) -> str:
-    """From which training to which, if there are several."""
-    scores = home.get("by_seed", {}).values()
-    return f" ({min(scores):.1f} to {max(scores):.1f})" if len(scores) > 1 else ""
+def spread(home: dict, metric: str) -> str:
+    """From which training to which, if there are several, and from which case to which; a class is right or not."""
+    trainings = list(home.get("by_seed", {}).values())
+    known = {"trainings": trainings if len(trainings) > 1 else [], "cases": home.get("cases", [])}
+    shown = [
+        f"{what} {min(scores):.1f} to {max(scores):.1f}"
+        for what, scores in known.items()
+        if scores and not (what == "cases" and metric == "accuracy")
+    ]
+    return f" ({', '.join(shown)})" if shown else ""
 
 
 def at_target(kept: dict, name: str, target: str) -> dict | None:
@@ -656,8 +668,8 @@ def page(kept: dict) -> str:
         "### Is it the rate being dynamic?\n\nThe paper's rate (Eq. 6) against its controls, in points:",
         dynamic(kept),
         "### The source networks at home\n\nOn cases of the source site that training did not see; weights of the last "
-        "epoch, so these cases decided nothing; of several trainings, which hold out other cases, the mean, the worst "
-        "and the best. *Trained at the target*: the same training with labels of the target, scored on cases of it "
+        "epoch, so these cases decided nothing; of several trainings, each of which holds out other cases, the "
+        "mean. *Trained at the target*: the same training with labels of the target, scored on cases of it "
         "that were held out: about what these data allow.",
         homes(kept),
         "### Expected quality against the truth\n\nOf the recommended recipe, case by case; slices of volumes have no "

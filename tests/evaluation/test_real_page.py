@@ -38,7 +38,7 @@ def test_the_overview_by_hand(script, kept):
     assert "| Tent | the method's own fixed rate | 1 | +10.00 | +10.00 (nuclei_fluo, B) | 1 of 1 |" in script.dynamic(
         kept
     )
-    assert "| nuclei_fluo | A | 3 | 2 | Dice 91.0 | B 60.0 | – |" in script.homes(kept)
+    assert "| nuclei_fluo | A | 3 | 2 | Dice 91.0 (cases 90.0 to 92.0) | B 60.0 | – |" in script.homes(kept)
 
 
 def test_a_tasks_table_has_gains_with_intervals_and_says_how_it_was_run(script, kept):
@@ -134,7 +134,10 @@ def test_what_a_network_trained_at_the_target_gives_stands_beside_it(script, doc
     )
     folder_of(tmp_path, configured(there, source=["x/B"]), out="there/B")
     script.main(folder)
-    assert "| nuclei_fluo | A | 3 | 2 | Dice 91.0 | B 60.0 | B 80.0 (2 held out) |" in (docs / "real.md").read_text()
+    assert (
+        "| nuclei_fluo | A | 3 | 2 | Dice 91.0 (cases 90.0 to 92.0) | B 60.0 | B 80.0 (2 held out) |"
+        in (docs / "real.md").read_text()
+    )
 
 
 def test_longer_training_stands_beside_the_score_at_home(script, docs, tmp_path):
@@ -146,7 +149,7 @@ def test_longer_training_stands_beside_the_score_at_home(script, docs, tmp_path)
     folder_of(tmp_path, configured(longer, training={"epochs": 9}), out="longer/9")
     script.main(folder)
     page = (docs / "real.md").read_text()
-    assert "| nuclei_fluo | A | 3 | 2 | Dice 75.5 (60.0 to 91.0); 80.0 with 9 epochs | B 60.0 | – |" in page
+    assert "| A | 3 | 2 | Dice 75.5 (trainings 60.0 to 91.0, cases 50.0 to 92.0); 80.0 with 9 epochs | B 60.0 |" in page
     script.main(tmp_path / "nothing")  # and keeps its place
     assert (docs / "real.md").read_text() == page
 
