@@ -51,6 +51,7 @@ OTHER_SITES = {"prostate_t2_ucl": "prostate_t2", "prostate_t2_bidmc": "prostate_
 COLUMNS = {"ucl": "D", "bidmc": "E"}  # of the paper's prostate table, whose source A is Radboud
 SHARED = ("source", "cases", "size", "training")  # by comparisons that are one
 PLAIN = ("source", "none")
+EXPECTED = ("expected", "review", "score", "correlation", "covered")
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#7f7f7f", "#a6761d", "#000000", "#882255")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 PICTURE = (
@@ -126,9 +127,21 @@ def joined(name: str, found: Results, before: dict) -> dict:
     left = [row for row in before["rows"] if (row["method"], row["rate"]) not in ran]  # of before scores were kept
     if left:
         new["rows"] = sorted([*new["rows"], *map(as_one_seed, left)], key=lambda row: place_of(row["method"]))
-        new["notes"] += [note for note in before["notes"] if note not in new["notes"]]
+        new["notes"] = notes_with(new["notes"], before["notes"], left, {method for method, _ in ran})
         new["expected"] += [row for row in before["expected"] if (row["method"], NO_RATE) not in ran]
     return new
+
+
+def notes_with(notes: list[str], earlier: list[str], left: list[dict], ran: set[str]) -> list[str]:
+    """Notes below a table, and of earlier ones what rows that are left still need: on methods that did not run again,
+    and what their marks mean.
+    """
+    marks = {cell["mark"] for row in left for cell in row["cells"].values()} - {""}
+    unsaid = {mark for mark in marks if not any(mark in note for note in notes)}
+    names = tuple(f"{NAMES[row['method']]} " for row in left if row["method"] not in ran)
+    kept = [note for note in earlier if note.startswith(names) or any(mark in note for mark in unsaid)]
+    silent = [note for note in notes if not (unsaid and note.startswith("No difference"))]
+    return [*silent, *(note for note in kept if note not in silent)]
 
 
 def kept_of(found: Results) -> Results:
@@ -211,10 +224,23 @@ def entry(results: Results) -> dict:
         "home": None if home is None else at_home(results, homes_of(results)),
         "targets": {target: counted(results, target) for _, target in targets},
         "rows": rows,
-        "expected": [asdict(row) for row in quality_rows(results)],
+        "expected": mean_expected(results),
         "notes": list(table.notes),
         "columns": to_columns(results, (primary_metric(results), "asd")),
     }
+
+
+def mean_expected(results: Results) -> list[dict]:
+    """What was expected of each method's predictions at each target, over all trainings and orders."""
+    found: dict[tuple[str, str], list[dict]] = {}
+    for row in quality_rows(results):
+        found.setdefault((row.target, row.method), []).append(asdict(row))
+    rows = []
+    for (target, method), each in found.items():
+        known = {key: [row[key] for row in each if not math.isnan(row[key])] for key in EXPECTED}
+        means = {key: fmean(values) if values else math.nan for key, values in known.items()}
+        rows.append({"target": target, "method": method, "cases": each[0]["cases"], **means})
+    return rows
 
 
 def most(numbers: Iterable[int]) -> int:
@@ -704,7 +730,8 @@ def page(kept: dict) -> str:
 
 
 def _several(numbers: set[int], thing: str) -> str:
-    return " or ".join(count(number, thing) for number in sorted(numbers))
+    few, many = min(numbers), max(numbers)
+    return count(few, thing) if few == many else f"{few} to {many} {thing}s"
 
 
 if __name__ == "__main__":

@@ -68,6 +68,15 @@ def test_volumes_are_scored_and_their_slices_keep_what_was_decided():
     assert [case.decision for case in made.cases] == ["accepted"] * 3
 
 
+def test_what_is_always_the_same_stands_once():
+    """The cases of a target, which its streams share, and a column of one value, such as the unit of distances."""
+    document = to_columns(one_target(), ("dice",))
+    assert [each["cases"] for each in document["streams"]] == [0, 1, 1, 1]  # at home others
+    assert document["cases"] == [[f"case_{i}" for i in range(count)] for count in (2, 8)]
+    assert document["streams"][0]["facts"]["unit"] == {"always": "px"}
+    assert document["streams"][0]["scores"]["dice"] == [0.9, 0.92]
+
+
 def test_a_score_that_is_not_defined_stays_so():
     (made,) = again(results(stream("source", "none", [0.5, float("nan")]))).streams
     assert sorted(str(case.metrics["dice"]) for case in made.cases) == ["0.5", "nan"]

@@ -126,6 +126,32 @@ def test_rows_of_before_scores_were_kept_join_on_the_same_models_only(script, do
     assert "Tent" not in (docs / "real.md").read_text().partition("## Nuclei")[2]
 
 
+def test_notes_below_a_table_are_those_that_its_rows_need(script):
+    """Tent ran again and differs nowhere; a row of TTT++ is left, and its mark."""
+    left = [{"method": "ttt++", "cells": {"B": {"mark": "†"}}}]
+    new = ["Source: trained alone.", "No difference from the fixed rate is significant (…)."]
+    earlier = ["Tent diverged at B: old.", "TTT++ starts from another network.", "† significantly better (…)."]
+    kept = ["Source: trained alone.", "TTT++ starts from another network.", "† significantly better (…)."]
+    assert script.notes_with(new, earlier, left, {"tent"}) == kept
+    unmarked = [{"method": "tent", "cells": {"B": {"mark": ""}}}]  # at another rate
+    assert script.notes_with(new, earlier, unmarked, {"tent"}) == new
+
+
+def test_expected_quality_is_a_mean_over_trainings(script):
+    streams = []
+    for seed, expected in enumerate((0.5, 0.7)):
+        one = stream("recommended", "none", [0.6, 0.8], seed=seed)
+        cases = [
+            replace(c, quality=expected + 0.1 * i, quality_low=0.0, quality_high=1.0) for i, c in enumerate(one.cases)
+        ]
+        streams.append(replace(one, cases=tuple(cases)))
+    (row,) = script.mean_expected(results(*streams))
+    assert (row["cases"], row["target"], row["method"]) == (2, "B", "recommended")
+    assert [row[key] for key in ("expected", "score", "correlation", "covered", "review")] == pytest.approx(
+        [0.65, 0.7, 1.0, 1.0, 0.0]
+    )
+
+
 def test_what_a_network_trained_at_the_target_gives_stands_beside_it(script, docs, tmp_path):
     folder = folder_of(tmp_path, configured(one_target()))
     there = results(

@@ -41,11 +41,14 @@ def _checksum(site: str, name: str) -> str:
 def to_columns(results: Results, metrics: Sequence[str]) -> dict[str, Any]:
     """As JSON, with these metrics of cases and streams."""
     sites = dict.fromkeys(stream.target for stream in results.streams)
+    lists: dict[tuple[str, ...], int] = {}  # of cases, which most streams of a target share: their places
+    streams = [_stream(stream, metrics, lists) for stream in results.streams]
     return {
         "config": results.config,
         "provenance": asdict(results.provenance),
         "patients": {site: _patients([s for s in results.streams if s.target == site]) for site in sites},
-        "streams": [_stream(stream, metrics) for stream in results.streams],
+        "cases": [list(names) for names in lists],
+        "streams": streams,
     }
 
 
@@ -53,7 +56,8 @@ def from_columns(document: Mapping[str, Any]) -> Results:
     """What `to_columns` gave, as results again."""
     record = document["provenance"]
     provenance = Provenance(**{**record, "seeds": tuple(record["seeds"])})
-    streams = tuple(_stream_again(each, document["patients"][each["target"]]) for each in document["streams"])
+    lists, patients = document["cases"], document["patients"]
+    streams = tuple(_stream_again(each, lists[each["cases"]], patients[each["target"]]) for each in document["streams"])
     return Results(document["config"], provenance, streams)
 
 
@@ -67,49 +71,59 @@ def _name(case: CaseRecord) -> str:
     return case.case
 
 
-def _stream(stream: StreamResult, metrics: Sequence[str]) -> dict[str, Any]:
+def _stream(stream: StreamResult, metrics: Sequence[str], lists: dict[tuple[str, ...], int]) -> dict[str, Any]:
     scored = sorted(stream.scored, key=_name)
     slices = [case for case in stream.cases if case.volume is not None]
     record = {name: getattr(stream, name) for name in PLACE}
     record["metrics"] = {name: _short(value) for name, value in stream.metrics.items() if name in metrics}
-    record["cases"] = [_name(case) for case in scored]
+    record["cases"] = lists.setdefault(tuple(map(_name, scored)), len(lists))
     if any(case.site != stream.target for case in scored):
         record["sites"] = [case.site for case in scored]
     record["scores"] = {
-        name: [_short(case.metrics.get(name, math.nan)) for case in scored]
+        name: _packed([_short(case.metrics.get(name, math.nan)) for case in scored])
         for name in metrics
         if any(name in case.metrics for case in scored)
     }
     record["facts"] = _facts(scored)
-    return {**record, "slices": _facts(slices)} if _facts(slices) else record
+    return {**record, "slices": {"count": len(slices), "facts": _facts(slices)}} if _facts(slices) else record
 
 
-def _facts(cases: Sequence[CaseRecord]) -> dict[str, list[Any]]:
+def _facts(cases: Sequence[CaseRecord]) -> dict[str, Any]:
     """What was recorded of any of these cases beside its scores."""
     columns = {name: [_short(getattr(case, name)) for case in cases] for name in FACTS}
-    return {name: column for name, column in columns.items() if any(value is not None for value in column)}
+    return {name: _packed(column) for name, column in columns.items() if any(value is not None for value in column)}
+
+
+def _packed(column: list[Any]) -> Any:
+    """A value that is always the same stands once."""
+    return {"always": column[0]} if column and all(value == column[0] for value in column) else column
+
+
+def _unpacked(column: Any, count: int) -> Sequence[Any]:
+    return [column["always"]] * count if isinstance(column, dict) else column
 
 
 def _short(value: Any) -> Any:
-    return round(value, DIGITS) if isinstance(value, float) and math.isfinite(value) else strict(value)
+    if not isinstance(value, float) or not math.isfinite(value):
+        return strict(value)
+    return int(value) if value.is_integer() else round(value, DIGITS)  # 1 is shorter than 1.0
 
 
-def _stream_again(record: Mapping[str, Any], patients: Mapping[str, str]) -> StreamResult:
+def _stream_again(record: Mapping[str, Any], names: Sequence[str], patients: Mapping[str, str]) -> StreamResult:
     scores = [
-        {name: math.nan if values[place] is None else values[place] for name, values in record["scores"].items()}
-        for place in range(len(record["cases"]))
+        {name: math.nan if value is None else value for name, value in row.items()}
+        for row in _rows(record["scores"], len(names))
     ]
     facts, site = _rows(record["facts"], len(scores)), record["target"]
     sites = record.get("sites", [site] * len(scores))
     scored = tuple(
         CaseRecord(name, sites[place], scores[place], None, group=patients.get(name), **facts[place])
-        for place, name in enumerate(record["cases"])
+        for place, name in enumerate(names)
     )
-    columns = record.get("slices", {})
-    count = len(next(iter(columns.values()), ()))
+    kept = record.get("slices", {"count": 0, "facts": {}})
     slices = tuple(
         CaseRecord(f"slice {place}", site, {}, None, volume="of some volume", **row)
-        for place, row in enumerate(_rows(columns, count))
+        for place, row in enumerate(_rows(kept["facts"], kept["count"]))
     )
     where = {name: record[name] for name in PLACE}
     metrics = {name: math.nan if value is None else value for name, value in record["metrics"].items()}
@@ -118,5 +132,6 @@ def _stream_again(record: Mapping[str, Any], patients: Mapping[str, str]) -> Str
     return StreamResult(**where, metrics=metrics, cases=scored)
 
 
-def _rows(columns: Mapping[str, Sequence[Any]], count: int) -> list[dict[str, Any]]:
-    return [{name: values[place] for name, values in columns.items()} for place in range(count)]
+def _rows(columns: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    lists = {name: _unpacked(column, count) for name, column in columns.items()}
+    return [{name: values[place] for name, values in lists.items()} for place in range(count)]

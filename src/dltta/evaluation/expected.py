@@ -34,10 +34,11 @@ def quality_rows(results: Results) -> tuple[QualityRow, ...]:
 
 def quality_streams(results: Results) -> tuple[StreamResult, ...]:
     """Streams with an expected quality and scores to compare it with: the first seed and order of each method."""
+    first = min((stream.seed for stream in results.streams), default=0)
     return tuple(
         stream
         for stream in results.streams
-        if stream.seed == stream.order == 0 and (row := _row(stream)) is not None and not math.isnan(row.score)
+        if (stream.seed, stream.order) == (first, 0) and (row := _row(stream)) is not None and not math.isnan(row.score)
     )
 
 
