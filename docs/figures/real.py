@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 from matplotlib.figure import Figure
 
@@ -562,7 +562,7 @@ def beside_the_paper(task: dict) -> str:
             distance = None if cell is None else cell.get("asd")
             cells += [
                 "–" if printed is None else printed.shown(1),
-                "not run" if cell is None else f"{cell['mean']:.1f}",
+                "not run" if cell is None else over_trainings(cell),
                 "–" if distance is None else f"{distance:.2f}",
             ]
         lines.append(f"| {method_label(row.method, row.rate)} | {' | '.join(cells)} |")
@@ -570,9 +570,15 @@ def beside_the_paper(task: dict) -> str:
         "### Beside the paper\n\nThree of the hospitals of the paper's third table: A (Radboud, the source), D (UCL) "
         "and E (BIDMC). Dice in points per volume. What differs: 12 source cases, other patients than the paper's, of "
         "which a quarter is held out; images of 8 bits, of a lower resolution, as the configuration says; networks of "
-        "minutes. Surface distances are in voxels, because the spacing of these files is not known; the paper prints "
-        "none here.\n\n" + "\n".join(lines)
+        "minutes; ± is over trainings here, where there are several. Surface distances are in voxels, because the "
+        "spacing of these files is not known; the paper prints none here.\n\n" + "\n".join(lines)
     )
+
+
+def over_trainings(cell: dict) -> str:
+    """The mean, and the standard deviation where there are several trainings."""
+    scores = list(by_seed(cell).values())
+    return f"{cell['mean']:.1f}" + (f" ± {stdev(scores):.1f}" if len(scores) > 1 else "")
 
 
 def shown(cell: dict | None) -> tuple[str, str]:

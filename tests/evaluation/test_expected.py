@@ -1,10 +1,11 @@
 """Expected quality against scores, by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from dltta.evaluation.expected import quality_rows, spearman
+from dltta.evaluation.expected import quality_rows, quality_streams, spearman
 from dltta.evaluation.provenance import Provenance
 from dltta.evaluation.report import render_report
 from dltta.evaluation.results import Results, StreamResult
@@ -42,6 +43,13 @@ def test_streams_without_it_have_no_row():
     plain = CaseRecord("1", "b", {"dice": 0.5}, None)
     assert quality_rows(results(plain)) == ()
     assert "Expected quality" not in render_report(results(plain))
+
+
+def test_what_is_drawn_is_the_first_training_there_is():
+    """Seeds may be counted from a later one."""
+    (stream,) = results(case("1", 0.9, 0.8, 0.7, 1.0)).streams
+    later = [replace(stream, seed=seed, order=order) for seed, order in ((2, 0), (1, 1), (1, 0))]
+    assert quality_streams(replace(results(), streams=tuple(later))) == (later[2],)
 
 
 def test_ties_share_their_rank():

@@ -166,6 +166,21 @@ def test_what_a_network_trained_at_the_target_gives_stands_beside_it(script, doc
     )
 
 
+def test_the_papers_columns_stand_beside_its_hospitals(script):
+    """Two trainings of Tent at UCL, the paper's D: 50 and 60; one of ATTA at BIDMC, the paper's E."""
+    found = results(
+        *(stream("source", "none", [0.4], source="radboud", target=target) for target in ("ucl", "bidmc")),
+        stream("source", "none", [0.4], source="radboud", target="ucl", seed=1),
+        stream("tent", "dynamic", [0.5], source="radboud", target="ucl"),
+        stream("tent", "dynamic", [0.6], source="radboud", target="ucl", seed=1),
+        stream("atta", "fixed", [0.7], source="radboud", target="bidmc"),
+    )
+    lines = script.beside_the_paper(script.entry(configured(found))).splitlines()
+    assert "| Method | paper, D | here, ucl | surface distance | paper, E | here, bidmc | surface distance |" in lines
+    assert "| Tent + dynamic | 77.0 ± 3.0 | 55.0 ± 7.1 | – | 66.3 ± 2.9 | not run | – |" in lines
+    assert "| ATTA | 74.5 ± 3.0 | not run | – | 68.1 ± 2.3 | 70.0 | – |" in lines
+
+
 def test_longer_training_stands_beside_the_score_at_home(script, docs, tmp_path):
     """Several trainings: the mean, the worst and the best; of a longer one its mean."""
     first, *others = configured(one_target()).streams
