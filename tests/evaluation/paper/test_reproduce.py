@@ -855,11 +855,13 @@ def test_single_sites_fill_the_columns_that_they_can(tmp_path, monkeypatch, plai
 
 def test_single_sites_need_the_papers_source_and_a_target(tmp_path):
     write_prostate(tmp_path / "source", {"radboud": 1})
-    with pytest.raises(DataError, match="no folder BMC"):
+    with pytest.raises(DataError, match="only the source, A RUNMC; add a target: BMC, I2CVB, UCL, BIDMC, HK$"):
         reproduce("prostate", Setup(tmp_path / "out", tmp_path / "source"))
     write_prostate(tmp_path / "target", {"ucl": 1})
-    with pytest.raises(DataError, match="no folder RUNMC"):
+    missing = "has D UCL, but not the source A; add it as one of the folders RUNMC, ISBI, RADBOUD$"
+    with pytest.raises(DataError, match=missing):
         reproduce("prostate", Setup(tmp_path / "out", tmp_path / "target"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_all_sites_are_the_published_data(tmp_path):

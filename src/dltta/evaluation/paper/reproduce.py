@@ -25,7 +25,7 @@ from dltta.core.objectives import Objective, Tent
 from dltta.data.case import Task
 from dltta.data.check import check_published
 from dltta.data.datasets.oct import LAYERS, SPECTRALIS_SPLIT
-from dltta.data.datasets.prostate import SITES, VOLUMES, Prostate, sites_in
+from dltta.data.datasets.prostate import OTHER_NAMES, SITES, VOLUMES, Prostate, sites_in
 from dltta.errors import DataError, NonFiniteError, SettingError, require
 from dltta.evaluation.demo import NOTES, demo_experiment
 from dltta.evaluation.examples import Array, Example
@@ -359,6 +359,8 @@ def _require_data(bed: Bed, setup: Setup) -> None:
     name, folder = DATA_SETS[bed], _folder_of(bed, setup.data)
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}; `dltta data card {name}` says how to get the data")
+    if bed == "prostate":
+        _require_roles(folder)
     base = base_experiment(bed, setup)
     homes = () if base.in_domain == VALIDATION else (base.in_domain,)
     try:
@@ -371,6 +373,17 @@ def _require_data(bed: Bed, setup: Setup) -> None:
             f"{folder} is not the {name} data set: {' | '.join(problems[:3])}{more} "
             f"(`dltta data check {folder} --as {name}` lists all)"
         ) from error
+
+
+def _require_roles(folder: Path) -> None:
+    """Single sites must have the paper's source and a target among them."""
+    found = sites_in(folder)
+    known = ", ".join(f"{letter} {site}" for letter, site in SITES.items() if site in found)
+    if found and SITES["A"] not in found:
+        names = ", ".join((SITES["A"], *OTHER_NAMES[SITES["A"]]))
+        raise DataError(f"{folder} has {known}, but not the source A; add it as one of the folders {names}")
+    if found == (SITES["A"],):
+        raise DataError(f"{folder} has only the source, {known}; add a target: {', '.join(PROSTATE_TARGETS)}")
 
 
 # ---- what each table and figure needs
