@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 
 from dltta.data.streams import split_stream
 from dltta.evaluation.columns import from_columns, to_columns, without_names
+from dltta.evaluation.comparison import bootstrap_interval
 from dltta.evaluation.expected import quality_rows
 from dltta.evaluation.formats import mark, signed
 from dltta.evaluation.paper.published import Published
@@ -399,14 +400,20 @@ def overview(kept: dict) -> str:
         cells = [
             NAMES.get(method, method),
             str(len(found)),
-            points(fmean(found.values())),
+            points(fmean(found.values())) + over_tasks(found),
             f"{points(found[worst])} ({place(worst)})",
             "–" if math.isnan(closed) else signed(f"{100 * closed:.0f} %"),
             f"{100 * fmean(worse):.0f} %" if worse else "–",
-            points(fmean(over.values())) if over and method != "ptbn" else "–",
+            points(fmean(over.values())) + over_tasks(over) if over and method != "ptbn" else "–",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def over_tasks(found: dict[tuple[str, str], float]) -> str:
+    """The 95 % interval of the mean over targets: other tasks, each with its targets, which share source models."""
+    low, high = bootstrap_interval([found], {key: key[0] for key in found})
+    return "" if math.isnan(low) else f" ({points(low)} to {points(high)})"
 
 
 def draw(kept: dict) -> Figure:
@@ -693,8 +700,9 @@ def page(kept: dict) -> str:
         beginning.strip(),
         f"## All together\n\n{count(targets, 'target')} of {count(len(kept), 'task')}, {run}, every method as its "
         "authors set it. Gains are means over targets, in points, each on the source models that both methods ran on; "
-        "those over different targets do not compare: mind their number. *Gap closed*: gains over gaps between home "
-        "and target, both summed over the targets at which there is a gap.",
+        "those over different targets do not compare: mind their number. In brackets the 95 % interval of the mean, by "
+        "a bootstrap over tasks, of which there are few. *Gap closed*: gains over gaps between home and target, both "
+        "summed over the targets at which there is a gap.",
         overview(kept),
         PICTURE,
         "### Is it the rate being dynamic?\n\nThe paper's rate (Eq. 6) against its controls, in points:",

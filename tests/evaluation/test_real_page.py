@@ -41,6 +41,13 @@ def test_the_overview_by_hand(script, kept):
     assert "| nuclei_fluo | A | 3 | 2 | Dice 91.0 (cases 90.0 to 92.0) | B 60.0 | – |" in script.homes(kept)
 
 
+def test_an_interval_over_tasks_draws_a_task_with_its_targets(script):
+    """Of two tasks: the mean is that of the first, of the second, or of both."""
+    found = {("a", "x"): 1.0, ("a", "y"): 3.0, ("b", "x"): 10.0}
+    assert script.over_tasks(found) == " (+2.0 to +10.0)"
+    assert script.over_tasks({("a", "x"): 1.0, ("a", "y"): 3.0}) == ""
+
+
 def test_a_tasks_table_has_gains_with_intervals_and_says_how_it_was_run(script, kept):
     page = script.page(kept)
     assert "| Source | 60.0 |  |  |" in page
