@@ -19,7 +19,10 @@ PROSTATE = ("radboud", "ucl", "bidmc")
 RATES = ["--methods", "source,ptbn,tent,ttt,atta", "--rates", "fixed,dynamic,matched,shuffled"]
 UDAS = ["--methods", "source,udas", "--rates", "fixed"]
 CASES = {"wbc_cells": 40, "wbc_types": 128, "nuclei_tissue": 16, "nuclei_fluo": 16}  # at most, of a target
-ALONG = "source,ptbn,tent,ttt,atta,cotta,eata,sar,deyo,rotta,note,recommended"  # what carries something on
+ALONG = (  # what carries something on from image to image: the paper's methods at both rates, others as they are set
+    ["--methods", "source,ptbn,tent,ttt,atta,recommended", "--rates", "fixed,dynamic"],
+    ["--methods", "source,cotta,eata,sar,deyo,rotta,note", "--rates", "fixed"],
+)
 PASSES = 3  # how often a site comes back
 CHANGING = {  # sites of streams that change, and how many images of each
     "wbc_cells": ("cellavision", "bccd", 40),
@@ -98,8 +101,8 @@ def commands(name: str, settings: argparse.Namespace) -> list[list[str]]:
     if name == "prostate_t2":
         listed.append(compared("udas", *UDAS))
     if name in CHANGING:
-        along = ["--methods", ALONG, "--rates", "fixed,dynamic", *many, *changing(name)]
-        listed.append([*shared, "--work", str(work), "-o", str(work / "changing"), *along])
+        for output, methods in zip(("changing", "changing_methods"), ALONG, strict=True):
+            listed.append([*shared, "--work", str(work), "-o", str(work / output), *methods, *many, *changing(name)])
     if name in LONGER and not settings.first_seed:
         epochs = str(LONGER[name])
         alone = ["--methods", "source", "--epochs", epochs]

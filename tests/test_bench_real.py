@@ -54,12 +54,13 @@ def test_methods_can_be_chosen(capsys):
 
 def test_streams_that_change_have_two_sites_in_every_way_and_one_site_three_times(capsys):
     real.main(["sites", "--only", "wbc_cells", "--dry-run"])
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "/changing" in line]
+    line, others = [line for line in capsys.readouterr().out.splitlines() if "/changing" in line]
     one, two = "wbc_cells/cellavision", "wbc_cells/bccd"
     assert [word.removeprefix("--target=") for word in line.split() if word.startswith("--target")] == [
         f"sequence:{two},{two},{two}", f"sequence:{one},{two}", f"interleave:{one},{two}", f"drift:{one},{two}",
     ]  # fmt: skip
-    assert "--rates fixed,dynamic --seeds 1 --orders 1" in line
+    assert "atta,recommended --rates fixed,dynamic --seeds 1 --orders 1" in line
+    assert "rotta,note --rates fixed --seeds 1 --orders 1" in others
 
 
 def test_dltta_takes_the_commands(tmp_path, monkeypatch, capsys):

@@ -74,9 +74,9 @@ def main(folder: Path) -> None:
         found = [Results.load(path) for path in sorted((folder / name).glob("*/results.json"))]
         plain = [results for results in found if not changing(results)]
         before = earlier.get(name, {})
-        long = [row for each in found for row in changing(each)] or before.get("changing", [])
+        long = [results for results in found if changing(results)]
         beside = {
-            "changing": long,
+            "changing": with_earlier(changing(merged(long)) if long else [], before.get("changing", [])),
             "there": {**before.get("there", {}), **trained_there(folder / name / "there")},
             "longer": {**before.get("longer", {}), **trained_longer(folder / name / "longer")},
         }
@@ -326,6 +326,13 @@ def changing(results: Results) -> list[dict]:
         row = {"target": target, "method": method, "rate": rate, "cases": len(streams[0].scored), "parts": parts}
         rows.append({**row, **{f"{key}s": len({getattr(s, key) for s in streams}) for key in ("seed", "order")}})
     return rows
+
+
+def with_earlier(rows: list[dict], earlier: list[dict]) -> list[dict]:
+    """And streams of methods and rates that were not run again."""
+    again = {(row["target"], row["method"], row["rate"]) for row in rows}
+    kept = [row for row in earlier if (row["target"], row["method"], row["rate"]) not in again]
+    return sorted([*rows, *kept], key=lambda row: place_of(row["method"]))
 
 
 def part_means(stream: StreamResult, metric: str) -> dict[tuple[int, str], float]:

@@ -233,6 +233,30 @@ def test_a_long_stream_of_several_trainings_and_orders_is_their_mean(script, kep
     assert "| Tent + dynamic | 40.0 | 80.0 |" in page
 
 
+def test_streams_that_change_are_one_table_whichever_commands_ran_them(script, docs, tmp_path):
+    """The source model is in both; what a third command had at another time stays, and the default recipe is last."""
+    targets = ["sequence:x/B,x/B"]
+
+    def along(*methods):
+        streams = []
+        for method in methods:
+            one = stream(method, "none", [0.5, 0.7])
+            cases = [replace(case, case=f"{i}_{case.case}") for i, case in enumerate(one.cases, 1)]
+            streams.append(replace(one, cases=tuple(cases)))
+        return configured(results(*streams), targets=targets)
+
+    folder_of(tmp_path, configured(one_target()))
+    folder_of(tmp_path, along("source", "recommended"), out="changing")
+    folder = folder_of(tmp_path, along("source", "ptbn"), out="changing_methods")
+    script.main(folder)
+    (folder / "nuclei_fluo" / "changing" / "results.json").unlink()
+    folder_of(tmp_path, along("source", "note"), out="changing_methods")
+    script.main(folder)
+    lines = (docs / "real.md").read_text().partition("## Long and changing streams")[2].splitlines()
+    shown = [line.split("|")[1].strip() for line in lines if line.endswith("| 50.0 | 70.0 |")]
+    assert shown == ["Source", "PTBN", "NOTE", "recommended"]
+
+
 def test_a_task_that_is_not_run_again_keeps_its_numbers(script, kept, docs, tmp_path):
     (docs / "results" / "real.json").write_text(json.dumps(kept))
     script.main(tmp_path / "nothing")
