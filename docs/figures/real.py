@@ -59,6 +59,7 @@ PICTURE = (
     "![Each method's gain over the source model at every real target: most methods lie where batch statistics alone, "
     "PTBN, lie](images/real.png)"
 )
+MEANS_ONLY = "Without an interval: of the first training only means were kept."
 CONTROLS = {
     "fixed": "the method's own fixed rate",
     "matched": "a fixed rate at the mean of the dynamic one",
@@ -123,14 +124,45 @@ def joined(name: str, found: Results, before: dict) -> dict:
     if not same:
         print(f"{name}: the source models or settings are others than before; its earlier numbers are dropped")
         return entry(found)
-    new = entry(merged([found, *earlier]))
-    ran = {(row["method"], row["rate"]) for row in new["rows"]}
-    left = [row for row in before["rows"] if (row["method"], row["rate"]) not in ran]  # of before scores were kept
-    if left:
-        new["rows"] = sorted([*new["rows"], *map(as_one_seed, left)], key=lambda row: place_of(row["method"]))
+    together = merged([found, *earlier])
+    new, scored = entry(together), {(s.method, s.rate) for s in together.streams if s.seed == 0}
+    unscored = [row for row in without_scores(before) if (row["method"], row["rate"]) not in scored]
+    if unscored:
+        rows = {(row["method"], row["rate"]): row for row in new["rows"]}
+        ran = set(rows)
+        for row in unscored:
+            key = row["method"], row["rate"]
+            rows[key] = with_first_seed(rows[key], row) if key in ran else row
+        left = [row for key, row in rows.items() if key not in ran]
+        new["rows"] = sorted(rows.values(), key=lambda row: place_of(row["method"]))
         new["notes"] = notes_with(new["notes"], before["notes"], left, {method for method, _ in ran})
+        new["notes"] += [MEANS_ONLY] if len(left) < len(unscored) else []
         new["expected"] += [row for row in before["expected"] if (row["method"], NO_RATE) not in ran]
+        new["unscored"] = unscored
     return new
+
+
+def without_scores(before: dict) -> list[dict]:
+    """Rows of the first seed of a time when only means were kept."""
+    if "unscored" in before:
+        return before["unscored"]
+    scored = {(stream["method"], stream["rate"]) for stream in before.get("columns", {"streams": ()})["streams"]}
+    return [as_one_seed(row) for row in before["rows"] if (row["method"], row["rate"]) not in scored]
+
+
+def with_first_seed(row: dict, first: dict) -> dict:
+    """A row of later seeds with the means of the first one; an interval would need its scores."""
+
+    def mean(later: float | None, alone: float | None) -> float | None:
+        return None if later is None or alone is None else (row["seeds"] * later + alone) / (row["seeds"] + 1)
+
+    cells = {}
+    for target, cell in row["cells"].items():
+        alone = first["cells"][target]
+        means = {key: mean(cell[key], alone.get(key)) for key in ("mean", "gain", "asd")}
+        seeds = {**alone["by_seed"], **cell["by_seed"]}
+        cells[target] = {**cell, **means, "low": None, "high": None, "mark": "", "by_seed": seeds}
+    return {**row, "cells": cells, "worse": mean(row["worse"], first["worse"]), "seeds": row["seeds"] + 1}
 
 
 def notes_with(notes: list[str], earlier: list[str], left: list[dict], ran: set[str]) -> list[str]:
@@ -163,6 +195,8 @@ def same_networks(found: Results, earlier: Results) -> bool:
 def same_summary(before: dict, new: dict) -> bool:
     """Whether the first source model gives the means that it gave."""
     (old,), (now,) = ([row for row in task["rows"] if row["method"] == "source"] for task in (before, new))
+    if any("0" not in cell["by_seed"] for cell in now["cells"].values()):
+        raise SystemExit(f"of {', '.join(before['source'])} only means of the first seed were kept; run that again too")
     shared = old["cells"].keys() & now["cells"].keys()
     same = all(abs(old["cells"][at]["mean"] - now["cells"][at]["by_seed"]["0"]) < 1e-4 for at in shared)
     return bool(shared) and same and before["cases"] == new["cases"]

@@ -159,6 +159,39 @@ def test_expected_quality_is_a_mean_over_trainings(script):
     )
 
 
+def test_means_of_a_first_seed_whose_scores_were_not_kept_join_later_seeds(script, docs, tmp_path):
+    """Tent at the dynamic rate: 75 and +15 of the first seed, 40 and +20 of the second, 50 and +10 of the third."""
+    folder = folder_of(tmp_path, configured(one_target()))
+    script.main(folder)
+    file = docs / "results" / "real.json"
+    before = json.loads(file.read_text())
+    streams = before["nuclei_fluo"]["columns"]["streams"]
+    before["nuclei_fluo"]["columns"]["streams"] = [each for each in streams if each["rate"] != "dynamic"]
+    file.write_text(json.dumps(before))
+    for seed, source, dynamic in ((1, 0.2, 0.4), (2, 0.4, 0.5)):
+        later = [stream("source", "none", [source] * 8, seed=seed), stream("tent", "dynamic", [dynamic] * 8, seed=seed)]
+        folder_of(tmp_path, configured(results(*later)))
+        for _ in range(2):  # read again, it stays as it is
+            script.main(folder)
+            page = (docs / "real.md").read_text()
+    assert "| Source | 40.0 |  |  | 3 × 1 |" in page
+    assert "| Tent | 65.0 | +5.0 (+5.0 to +5.0) | 0 % | 1 × 1 |" in page
+    assert "| Tent + dynamic | 55.0 | +15.0 | 4 % | 3 × 1 |" in page  # an eighth of the first seed's cases, of three
+    assert script.MEANS_ONLY in page
+
+
+def test_a_first_seed_that_cannot_be_compared_is_asked_for(script, docs, tmp_path):
+    folder = folder_of(tmp_path, configured(one_target()))
+    script.main(folder)
+    file = docs / "results" / "real.json"
+    before = json.loads(file.read_text())
+    del before["nuclei_fluo"]["columns"]
+    file.write_text(json.dumps(before))
+    folder_of(tmp_path, configured(results(stream("source", "none", [0.2] * 8, seed=1))))
+    with pytest.raises(SystemExit, match="of x/A only means of the first seed were kept; run that again too"):
+        script.main(folder)
+
+
 def test_what_a_network_trained_at_the_target_gives_stands_beside_it(script, docs, tmp_path):
     folder = folder_of(tmp_path, configured(one_target()))
     there = results(
