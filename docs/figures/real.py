@@ -59,6 +59,7 @@ PICTURE = (
     "![Each method's gain over the source model at every real target: most methods lie where batch statistics alone, "
     "PTBN, lie](images/real.png)"
 )
+MARKS = ("†", "‡")  # of differences that are significant
 MEANS_ONLY = "Without an interval: of the first training only means were kept."
 CONTROLS = {
     "fixed": "the method's own fixed rate",
@@ -173,8 +174,16 @@ def notes_with(notes: list[str], earlier: list[str], left: list[dict], ran: set[
     unsaid = {mark for mark in marks if not any(mark in note for note in notes)}
     names = tuple(f"{NAMES[row['method']]} " for row in left if row["method"] not in ran)
     kept = [note for note in earlier if note.startswith(names) or any(mark in note for mark in unsaid)]
-    silent = [note for note in notes if not (unsaid and note.startswith("No difference"))]
-    return [*silent, *(note for note in kept if note not in silent)]
+    said = [note for note in notes if not _said_in(kept, note)]
+    return [*said, *(note for note in kept if note not in said)]
+
+
+def _said_in(kept: list[str], note: str) -> bool:
+    """Whether a note on significance says nothing beside these: that no difference is, or what marks mean."""
+    marked = {mark for mark in MARKS if any(mark in each for each in kept)}
+    if note.startswith("No difference"):
+        return bool(marked)
+    return note.startswith(MARKS) and all(mark in marked for mark in MARKS if mark in note)
 
 
 def kept_of(found: Results) -> Results:

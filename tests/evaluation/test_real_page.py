@@ -140,6 +140,9 @@ def test_notes_below_a_table_are_those_that_its_rows_need(script):
     earlier = ["Tent diverged at B: old.", "TTT++ starts from another network.", "† significantly better (…)."]
     kept = ["Source: trained alone.", "TTT++ starts from another network.", "† significantly better (…)."]
     assert script.notes_with(new, earlier, left, {"tent"}) == kept
+    both = "† significantly better, ‡ significantly worse (…)."
+    assert script.notes_with(["‡ worse (…)."], [both], left, {"tent"}) == [both]
+    assert script.notes_with(["‡ worse (…)."], ["† better (…)."], left, {"tent"}) == ["‡ worse (…).", "† better (…)."]
     unmarked = [{"method": "tent", "cells": {"B": {"mark": ""}}}]  # at another rate
     assert script.notes_with(new, earlier, unmarked, {"tent"}) == new
 
