@@ -688,6 +688,32 @@ def changes(kept: dict) -> str:
     return "\n\n".join(parts) if parts else "Not run yet."
 
 
+def passes(kept: dict) -> str:
+    """Who degrades when the same images come again: the last pass against the first."""
+    streams = {(name, row["target"]) for name, task in kept.items() for row in task["changing"] if repeated(row)}
+    columns = sorted(streams, key=lambda stream: list(kept).index(stream[0]))
+    found: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
+    for name, target in columns:
+        for row in kept[name]["changing"]:
+            if row["target"] == target:
+                (_, first), *_, (_, last) = row["parts"]
+                found.setdefault((row["method"], row["rate"]), {})[name, target] = last - first
+    if not found:
+        return ""
+    lines = [
+        f"| Last pass over first, points | {' | '.join(f'{name}, {target}' for name, target in columns)} |",
+        "|:--|" + "--:|" * len(columns),
+    ]
+    for method, rate in sorted(found, key=lambda row: place_of(row[0])):
+        shown = [points(found[method, rate][at]) if at in found[method, rate] else "–" for at in columns]
+        lines.append(f"| {method_label(method, rate)} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def repeated(row: dict) -> bool:
+    return len(row["parts"]) > 1 and len({site for site, _ in row["parts"]}) == 1
+
+
 def count(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
@@ -778,9 +804,10 @@ def page(kept: dict) -> str:
             parts.append(beside_the_paper(task))
     parts.append(
         "## Long and changing streams\n\nOne stream, several parts: the adapter is told nothing of where a part begins "
-        "([how](changing.md)). A site that comes three times is the same images three times over. Mean of each part."
+        "([how](changing.md)): `a+b` is a, then b; `a/b` the two in turn; `a>b` a that gives way to b little by little. "
+        "A site that comes three times is the same images three times over. Mean of each part."
     )
-    parts.append(changes(kept))
+    parts += [part for part in (passes(kept), changes(kept)) if part]
     earlier = [part for part in (why(), sweep()) if part]
     if earlier:
         parts.append(

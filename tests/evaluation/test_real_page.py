@@ -267,6 +267,7 @@ def test_a_long_stream_of_several_trainings_and_orders_is_their_mean(script, kep
     page = script.page({"nuclei_fluo": {**kept["nuclei_fluo"], "changing": [row]}})
     assert "**nuclei_fluo, B**, 2 cases, 2 seeds, 2 orders\n" in page
     assert "| Tent + dynamic | 40.0 | 80.0 |" in page
+    assert "| Last pass over first, points | nuclei_fluo, B |\n|:--|--:|\n| Tent + dynamic | +40.0 |\n" in page
 
 
 def test_streams_that_change_are_one_table_whichever_commands_ran_them(script, docs, tmp_path):
