@@ -804,8 +804,8 @@ def page(kept: dict) -> str:
             parts.append(beside_the_paper(task))
     parts.append(
         "## Long and changing streams\n\nOne stream, several parts: the adapter is told nothing of where a part begins "
-        "([how](changing.md)): `a+b` is a, then b; `a/b` the two in turn; `a>b` a that gives way to b little by little. "
-        "A site that comes three times is the same images three times over. Mean of each part."
+        "([how](changing.md)): `a+b` is a, then b; `a/b` the two in turn; `a>b` a that gives way to b little by "
+        "little. A site that comes three times is the same images three times over. Mean of each part."
     )
     parts += [part for part in (passes(kept), changes(kept)) if part]
     earlier = [part for part in (why(), sweep()) if part]
