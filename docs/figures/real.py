@@ -707,6 +707,7 @@ def passes(kept: dict) -> str:
     for method, rate in sorted(found, key=lambda row: place_of(row[0])):
         shown = [points(found[method, rate][at]) if at in found[method, rate] else "–" for at in columns]
         lines.append(f"| {method_label(method, rate)} | {' | '.join(shown)} |")
+    lines.append("\nPTBN learns nothing: where images come in batches it differs by which of them share one.")
     return "\n".join(lines)
 
 

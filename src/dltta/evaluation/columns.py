@@ -16,7 +16,7 @@ from dltta.evaluation.run import CaseRecord
 
 FACTS = ("decision", "quality", "quality_low", "quality_high", "review", "missed", "invented", "unit", "discrepancy")
 PLACE = ("source", "target", "method", "rate", "seed", "order", "task")
-DIGITS = 6
+DIGITS, OF_QUALITY = 6, 4  # an expected quality is no more exact than that
 
 
 def without_names(results: Results) -> Results:
@@ -90,7 +90,8 @@ def _stream(stream: StreamResult, metrics: Sequence[str], lists: dict[tuple[str,
 
 def _facts(cases: Sequence[CaseRecord]) -> dict[str, Any]:
     """What was recorded of any of these cases beside its scores."""
-    columns = {name: [_short(getattr(case, name)) for case in cases] for name in FACTS}
+    digits = {name: OF_QUALITY if name.startswith("quality") else DIGITS for name in FACTS}
+    columns = {name: [_short(getattr(case, name), digits[name]) for case in cases] for name in FACTS}
     return {name: _packed(column) for name, column in columns.items() if any(value is not None for value in column)}
 
 
@@ -103,10 +104,10 @@ def _unpacked(column: Any, count: int) -> Sequence[Any]:
     return [column["always"]] * count if isinstance(column, dict) else column
 
 
-def _short(value: Any) -> Any:
+def _short(value: Any, digits: int = DIGITS) -> Any:
     if not isinstance(value, float) or not math.isfinite(value):
         return strict(value)
-    return int(value) if value.is_integer() else round(value, DIGITS)  # 1 is shorter than 1.0
+    return int(value) if value.is_integer() else round(value, digits)  # 1 is shorter than 1.0
 
 
 def _stream_again(record: Mapping[str, Any], names: Sequence[str], patients: Mapping[str, str]) -> StreamResult:
