@@ -108,7 +108,11 @@ def _lines(value: object) -> str:
         head = {key: item for key, item in value.items() if key != "streams"}
         return f'{json.dumps(head, ensure_ascii=False)[:-1]}, "streams": {_lines(value["streams"])}}}'
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        return "[\n" + ",\n".join(f"   {json.dumps(item, ensure_ascii=False)}" for item in value) + "\n  ]"
+        return (
+            "[\n"
+            + ",\n".join(f"   {json.dumps(item, ensure_ascii=False, separators=(',', ':'))}" for item in value)
+            + "\n  ]"
+        )
     return json.dumps(value, ensure_ascii=False)
 
 
