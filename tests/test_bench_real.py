@@ -91,7 +91,10 @@ def test_a_command_that_fails_is_named_at_the_end_and_the_others_run(tmp_path, m
         1,
         1,
         0,
-    ]  # the page last
+        0,
+        0,
+    ]
+    assert [Path(program[1]).name for program in ran[2:]] == ["real.py", "numbers_of_pages.py", "methods_page.py"]
 
 
 def test_an_unknown_task_is_one_line():
