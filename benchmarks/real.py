@@ -64,8 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         failed = [
             command for lost in pool.map(lambda name: run(name, tasks[name], settings), tasks) for command in lost
         ]
-    for page, *given in (("docs/figures/real.py", settings.work), *((page,) for page in QUOTING)):
-        subprocess.run([sys.executable, ROOT / page, *given], check=True)
+    subprocess.run([sys.executable, ROOT / "docs" / "figures" / "real.py", settings.work], check=True)
+    for page in QUOTING:
+        subprocess.run([sys.executable, ROOT / page], check=True)
     if failed:
         raise SystemExit("failed: " + "; ".join(" ".join(command) for command in failed))
 

@@ -163,7 +163,9 @@ def with_first_seed(row: dict, first: dict) -> dict:
 
     cells = {}
     for target, cell in row["cells"].items():
-        alone = first["cells"][target]
+        if (alone := first["cells"].get(target)) is None:  # it diverged there
+            cells[target] = cell
+            continue
         means = {key: mean(cell[key], alone.get(key)) for key in ("mean", "gain", "asd")}
         seeds = {**alone["by_seed"], **cell["by_seed"]}
         cells[target] = {**cell, **means, "low": None, "high": None, "mark": "", "by_seed": seeds}

@@ -150,10 +150,14 @@ class TestMemoryThatWasNotReady:
     def test_a_stream_shorter_than_the_memory_says_that_no_rate_was_dynamic(self, images, tmp_path):
         found = self.found(images, tmp_path)
         assert found.waiting_for == 2
-        assert found.warnings[0].startswith("the memory still waits for 2 images, so no rate was dynamic")
+        assert found.warnings[0].startswith("the memory still waits for 2 predictions, so no rate was dynamic")
         assert {line["discrepancy"] for line in lines(tmp_path / "out") if "prediction" in line} == {None}
 
-    def test_what_the_warning_advises_makes_rates_dynamic(self, images, tmp_path):
+    def test_more_images_fill_it_as_the_warning_says(self, tmp_path):
+        assert self.found(write_images(tmp_path / "more", 8), tmp_path).warnings == []
+        assert lines(tmp_path / "out")[-1]["discrepancy"] is not None
+
+    def test_a_memory_that_is_ready_early_says_nothing(self, images, tmp_path):
         assert self.found(images, tmp_path, ready="neighbors").warnings == []
         assert lines(tmp_path / "out")[-1]["discrepancy"] is not None
 

@@ -46,8 +46,8 @@ class Summary:
             )
         if self.waiting_for is not None:
             self.warnings.append(
-                f"the memory still waits for {self.waiting_for} images, so no rate was dynamic: every update had the "
-                "initial one; --set ready=neighbors begins with fewer images, --prefill with those of the source"
+                f"the memory still waits for {self.waiting_for} predictions, so no rate was dynamic: every update had "
+                "the initial one; more images fill it, and --prefill begins with source images (train --with memory)"
             )
         if self.mostly_out_of_distribution:
             self.warnings.append(
