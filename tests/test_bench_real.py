@@ -22,7 +22,7 @@ real = load("benchmarks/real")
 
 
 def test_every_task_of_the_page_has_its_commands():
-    assert set(real.TASKS) == set(load("docs/figures/real").TITLES)
+    assert set(real.TASKS) == set(load("docs/figures/real_page").TITLES)
 
 
 def test_what_would_be_run_is_printed(capsys):

@@ -10,14 +10,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import concepts
-import numbers_of_pages
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from PIL import Image
 
+import concepts
+import numbers_of_pages
 from dltta.config import open_dataset
 from dltta.data.streams import SiteStream, split_stream
 from dltta.evaluation.parts import parts
