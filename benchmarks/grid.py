@@ -24,7 +24,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dltta.evaluation.experiment import Experiment, run_experiment
+from dltta.evaluation.bench import run_experiment
+from dltta.evaluation.experiment import Experiment
 from dltta.evaluation.provenance import Provenance
 from dltta.evaluation.runners import Local, variables
 from dltta.models.allocator import keep_freed_memory

@@ -14,9 +14,11 @@ from statistics import fmean, stdev
 import torch
 from matplotlib.figure import Figure
 
-from dltta.evaluation.experiment import Experiment, Job, open_stream, run_sweep
+from dltta.evaluation.bench import run_sweep
+from dltta.evaluation.experiment import Experiment, Job
 from dltta.evaluation.paper.reproduce import Setup, base_experiment
 from dltta.evaluation.results import Results
+from dltta.evaluation.stream_jobs import open_stream
 from dltta.evaluation.tables import method_label
 from dltta.models.calibration import LayerSamples, OODScore
 from dltta.quality.guard import Limits

@@ -28,10 +28,11 @@ from dltta.data.case import Dataset, Mapped, without_label
 from dltta.data.shifts import HARMFUL, SimulatedStream
 from dltta.data.sites import Slices, evenly
 from dltta.errors import StateError
-from dltta.evaluation.experiment import VALIDATION, Experiment, Job, open_stream
+from dltta.evaluation.experiment import VALIDATION, Experiment, Job
 from dltta.evaluation.home import at_home
 from dltta.evaluation.rehearsal import Setup, cut
 from dltta.evaluation.run import run_stream
+from dltta.evaluation.stream_jobs import open_stream
 from dltta.files import write_atomically
 from dltta.models.io.opened import OpenedModel
 from dltta.models.io.opening import open_checkpoint

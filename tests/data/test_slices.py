@@ -12,7 +12,8 @@ from dltta.data.sites import Slices, evenly
 from dltta.data.slices import from_slices, slice_axis, to_slices
 from dltta.data.streams import SiteStream, stream_order
 from dltta.errors import DataError, SettingError
-from dltta.evaluation.experiment import Experiment, run_experiment
+from dltta.evaluation.bench import run_experiment
+from dltta.evaluation.experiment import Experiment
 from dltta.recipes import Recipe
 from dltta.training import TrainingSettings
 

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-import dltta.evaluation.experiment
+import dltta.evaluation.outputs
 from commands import typed
 from dltta.errors import DataError
-from dltta.evaluation.experiment import Experiment, Job, run_experiment
+from dltta.evaluation.bench import run_experiment
+from dltta.evaluation.experiment import Experiment, Job
 from dltta.evaluation.results import Results
 from dltta.recipes import Recipe
 from dltta.training import TrainingSettings
@@ -16,7 +17,7 @@ TARGET = "sequence:phantom:oct:cirrus:3:1,phantom:oct:spectralis:1:2,phantom:oct
 
 
 def test_every_method_meets_the_sites_in_the_same_order(tmp_path, monkeypatch):
-    monkeypatch.setattr(dltta.evaluation.experiment, "write_report", lambda *_, **__: None)
+    monkeypatch.setattr(dltta.evaluation.outputs, "write_report", lambda *_, **__: None)
     results = run_experiment(
         Experiment(
             source=("phantom:oct:spectralis:4",),
@@ -58,7 +59,7 @@ def test_folders_below_the_data_folder_can_be_parts(tmp_path):
 
 def test_the_command_takes_a_stream_of_several_sites(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(dltta.evaluation.experiment, "write_report", lambda *_, **__: None)
+    monkeypatch.setattr(dltta.evaluation.outputs, "write_report", lambda *_, **__: None)
     config = (
         'methods = ["tent"]\nrates = ["dynamic"]\nin_domain = "none"\nnetwork_options = { width = 2 }\n'
         "[training]\nvalidation = 0.25\n[adaptation]\nbatches_kept = 4\nneighbors = 2\n"

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-import dltta.evaluation.experiment
+import dltta.evaluation.outputs
+from dltta.evaluation.bench import run_experiment
 from dltta.evaluation.demo import CHANGING, TASKS, changing_experiment, demo_experiment
-from dltta.evaluation.experiment import run_experiment
 from dltta.models.io.checkpoint import load_checkpoint
 from dltta.models.io.fingerprint import fingerprint
 
@@ -62,7 +62,7 @@ def made_tiny(experiment, **training):
 @pytest.mark.parametrize("task", ["oct", "histology"])
 def test_the_source_row_is_that_of_a_network_trained_without_any_auxiliary_task(task, tmp_path, monkeypatch):
     """Weights bit for bit, and the scores of every image, also of the methods that start from the source model."""
-    monkeypatch.setattr(dltta.evaluation.experiment, "write_report", lambda *_, **__: None)
+    monkeypatch.setattr(dltta.evaluation.outputs, "write_report", lambda *_, **__: None)
     found = {}
     for name, changed in (("demo", {}), ("alone", {"with_": ()})):
         experiment = made_tiny(demo_experiment(task, str(tmp_path / name), seed=0, quick=True), **changed)

@@ -8,9 +8,11 @@ from statistics import fmean
 
 import pytest
 
-import dltta.evaluation.experiment
+import dltta.evaluation.outputs
+import dltta.evaluation.stream_jobs
 from dltta.errors import DataError, NonFiniteError, SettingError
-from dltta.evaluation.experiment import Bench, Experiment, Job, run_experiment, run_sweep
+from dltta.evaluation.bench import run_experiment, run_sweep
+from dltta.evaluation.experiment import Bench, Experiment, Job
 from dltta.evaluation.results import Results
 from dltta.evaluation.runners import Local
 from dltta.models.io.checkpoint import load_checkpoint, save_checkpoint
@@ -65,7 +67,7 @@ def test_a_second_run_runs_nothing_and_changes_no_byte(finished, monkeypatch):
     folder, _ = finished
     before = {name: (folder / name).read_bytes() for name in ("results.json", "table.md", "report.html")}
     monkeypatch.setattr(
-        dltta.evaluation.experiment, "run_job", lambda *job: pytest.fail("a finished stream was run again")
+        dltta.evaluation.stream_jobs, "run_job", lambda *job: pytest.fail("a finished stream was run again")
     )
     run_experiment(small(folder))
     assert before == {name: (folder / name).read_bytes() for name in before}
@@ -74,7 +76,7 @@ def test_a_second_run_runs_nothing_and_changes_no_byte(finished, monkeypatch):
 @pytest.mark.long
 def test_an_interrupted_experiment_continues_with_what_is_missing(finished, tmp_path, monkeypatch):
     folder, _ = finished
-    real, ran = dltta.evaluation.experiment.run_job, []
+    real, ran = dltta.evaluation.stream_jobs.run_job, []
 
     def third_fails(bench, job, device):
         if len(ran) == 2:
@@ -82,10 +84,10 @@ def test_an_interrupted_experiment_continues_with_what_is_missing(finished, tmp_
         ran.append(job)
         real(bench, job, device)
 
-    monkeypatch.setattr(dltta.evaluation.experiment, "run_job", third_fails)
+    monkeypatch.setattr(dltta.evaluation.stream_jobs, "run_job", third_fails)
     with pytest.raises(KeyboardInterrupt):
         run_experiment(small(tmp_path))
-    monkeypatch.setattr(dltta.evaluation.experiment, "run_job", lambda *job: (ran.append(job[1]), real(*job)))
+    monkeypatch.setattr(dltta.evaluation.stream_jobs, "run_job", lambda *job: (ran.append(job[1]), real(*job)))
     run_experiment(small(tmp_path))
     assert len(ran) == len(set(ran)) == 4
     assert (tmp_path / "results.json").read_bytes() == (folder / "results.json").read_bytes()
@@ -95,9 +97,9 @@ def test_an_interrupted_experiment_continues_with_what_is_missing(finished, tmp_
 def test_other_settings_run_the_streams_that_they_decide(finished, monkeypatch):
     folder, _ = finished
     ran = []
-    real = dltta.evaluation.experiment.run_job
+    real = dltta.evaluation.stream_jobs.run_job
     monkeypatch.setattr(
-        dltta.evaluation.experiment, "run_job", lambda *job: (ran.append(f"{job[1].method} {job[1].rate}"), real(*job))
+        dltta.evaluation.stream_jobs, "run_job", lambda *job: (ran.append(f"{job[1].method} {job[1].rate}"), real(*job))
     )
     run_experiment(small(folder, adaptation=Recipe(alpha=5e-3, batches_kept=2, neighbors=1)))
     assert ran == ["tent fixed", "tent dynamic"]
@@ -118,9 +120,9 @@ def test_another_calibration_runs_the_streams_that_measure_with_it(finished, tmp
     other = replace(checkpoint.calibration, predictions=predictions)
     save_checkpoint(work / "models" / "seed_0", replace(checkpoint, calibration=other))
     ran = []
-    real = dltta.evaluation.experiment.run_job
+    real = dltta.evaluation.stream_jobs.run_job
     monkeypatch.setattr(
-        dltta.evaluation.experiment, "run_job", lambda *job: (ran.append(f"{job[1].method} {job[1].rate}"), real(*job))
+        dltta.evaluation.stream_jobs, "run_job", lambda *job: (ran.append(f"{job[1].method} {job[1].rate}"), real(*job))
     )
     run_experiment(experiment)
     assert ran == ["tent relative"]
@@ -131,9 +133,9 @@ def test_what_another_method_needs_may_be_trained_later(finished, tmp_path, monk
     folder, results = finished
     work = tmp_path / "work"
     shutil.copytree(folder, work)
-    ran, real = [], dltta.evaluation.experiment.run_job
+    ran, real = [], dltta.evaluation.stream_jobs.run_job
     monkeypatch.setattr(
-        dltta.evaluation.experiment, "run_job", lambda *job: (ran.append(f"{job[1].method} {job[1].rate}"), real(*job))
+        dltta.evaluation.stream_jobs, "run_job", lambda *job: (ran.append(f"{job[1].method} {job[1].rate}"), real(*job))
     )
     training = TrainingSettings(epochs=1, batch_size=2, validation=0.34, with_=("ttt",))
     more = small(work, methods=("source", "tent", "ttt"), rates=("fixed",), training=training)
@@ -144,7 +146,7 @@ def test_what_another_method_needs_may_be_trained_later(finished, tmp_path, monk
 def test_experiments_that_share_their_work_train_and_run_nothing_twice(finished, tmp_path, monkeypatch):
     folder, results = finished
     monkeypatch.setattr(
-        dltta.evaluation.experiment, "run_job", lambda *job: pytest.fail("a finished stream was run again")
+        dltta.evaluation.stream_jobs, "run_job", lambda *job: pytest.fail("a finished stream was run again")
     )
     again = run_experiment(small(tmp_path / "other", work=str(folder)))
     assert again.streams == results.streams
@@ -303,7 +305,7 @@ def test_methods_that_learn_with_the_target_have_a_model_for_each_seed_and_targe
         "targets": ("phantom:oct:cirrus:3:1", "phantom:oct:spectralis:2:2"), "methods": ("source", "udas"), "seeds": 2,
         "in_domain": "none", "uda": TINY,
     }  # fmt: skip
-    monkeypatch.setattr(dltta.evaluation.experiment, "write_report", lambda *_, **__: None)
+    monkeypatch.setattr(dltta.evaluation.outputs, "write_report", lambda *_, **__: None)
     results = run_experiment(small(tmp_path, **options))
     streams = [s for s in results.streams if s.method == "udas"]
     assert [(s.source, s.target, s.rate, s.seed) for s in streams] == [
@@ -328,7 +330,7 @@ def test_methods_that_learn_with_the_target_have_a_model_for_each_seed_and_targe
 
 @pytest.mark.long
 def test_a_translated_network_runs_in_a_stream(tmp_path, monkeypatch):
-    monkeypatch.setattr(dltta.evaluation.experiment, "write_report", lambda *_, **__: None)
+    monkeypatch.setattr(dltta.evaluation.outputs, "write_report", lambda *_, **__: None)
     results = run_experiment(small(tmp_path, methods=("source", "cyclegan"), in_domain="none", uda=TINY))
     source, translated = results.streams
     assert translated.method == "cyclegan"

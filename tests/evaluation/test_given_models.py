@@ -11,7 +11,7 @@ from PIL import Image as Pillow
 from bundles import make_bundle, network
 from commands import typed
 from dltta.data.preprocessing import Preprocessing
-from dltta.evaluation.experiment import open_given
+from dltta.evaluation.source_models import open_given
 from dltta.models.io.checkpoint import Checkpoint, save_checkpoint
 from dltta.models.nets.architecture import Architecture
 from networks import trained

@@ -9,7 +9,7 @@ from rich.console import Console
 from small_results import one_target, results, stream
 
 from dltta.data.preprocessing import Preprocessing
-from dltta.evaluation.experiment import training_curves
+from dltta.evaluation.outputs import training_curves
 from dltta.evaluation.overview import overview
 from dltta.evaluation.tables import by_target
 from dltta.models.encoder import shared_parameters

@@ -12,7 +12,8 @@ import torch
 from dltta.config import open_dataset
 from dltta.data.sites import evenly
 from dltta.errors import StateError
-from dltta.evaluation.experiment import Experiment, run_experiment
+from dltta.evaluation.bench import run_experiment
+from dltta.evaluation.experiment import Experiment
 from dltta.evaluation.home import at_home
 from dltta.evaluation.rehearsal import SMOOTHING, scores_of, sizes_of
 from dltta.models.io.checkpoint import load_checkpoint

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from dltta.errors import DataError, SettingError, WorkerLostError
-from dltta.evaluation.experiment import Experiment, Listener, run_experiment
+from dltta.evaluation.bench import run_experiment
+from dltta.evaluation.experiment import Experiment
+from dltta.evaluation.listener import Listener
 from dltta.evaluation.runners import ATTEMPTS, Local, Lost, Ray, Slurm, Task, Work, supervise, threads_each
 from dltta.recipes import Recipe
 from dltta.training import TrainingSettings

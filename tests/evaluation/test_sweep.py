@@ -11,7 +11,8 @@ import pytest
 
 import commands
 from dltta.errors import SettingError
-from dltta.evaluation.experiment import Experiment, run_sweep
+from dltta.evaluation.bench import run_sweep
+from dltta.evaluation.experiment import Experiment
 from dltta.evaluation.plan import Plan, Planned, Timings, make_plan, passes_each
 from dltta.evaluation.results import Results, StreamResult
 from dltta.evaluation.run import CaseRecord

@@ -185,7 +185,8 @@ def bench(
     """
     from dltta.cli.progress import bars
     from dltta.config import build, read_toml
-    from dltta.evaluation.experiment import Experiment, run_sweep
+    from dltta.evaluation.bench import run_sweep
+    from dltta.evaluation.experiment import Experiment
     from dltta.evaluation.plan import make_plan
     from dltta.evaluation.sweep import points, write_sweep
     from dltta.training import TrainingSettings
@@ -280,7 +281,7 @@ def _given_model(own: OwnModel, model: str | None, table: dict[str, Any]) -> dic
         if own != OwnModel():
             raise SettingError("options about a model of your own need one; add --model MODEL")
         return {}
-    from dltta.evaluation.experiment import open_given, working_methods
+    from dltta.evaluation.source_models import open_given, working_methods
 
     source = own.source(model)
     return {

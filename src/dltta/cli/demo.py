@@ -66,8 +66,8 @@ def demo(
 
 def _run(experiment: "Experiment", half_way: "Experiment", device: str, as_json: bool) -> dict[str, Any]:
     from dltta.cli.progress import bars
+    from dltta.evaluation.bench import run_experiment
     from dltta.evaluation.demo import NOTES
-    from dltta.evaluation.experiment import run_experiment
     from dltta.evaluation.runners import Local
     from dltta.evaluation.story import story
 

@@ -12,7 +12,8 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, Tex
 from rich.table import Column
 from rich.text import Text
 
-from dltta.evaluation.experiment import Job, Listener
+from dltta.evaluation.experiment import Job
+from dltta.evaluation.listener import Listener
 from dltta.quality.decision import Outcome
 from dltta.training.fit import Plan, Report
 

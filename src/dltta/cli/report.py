@@ -28,7 +28,7 @@ def report(
         dltta report runs/ab
         dltta report runs/ab/results.json -o paper/tables
     """
-    from dltta.evaluation.experiment import write_tables
+    from dltta.evaluation.outputs import write_tables
     from dltta.evaluation.report import write_report
     from dltta.evaluation.results import Results
 

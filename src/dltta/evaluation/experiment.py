@@ -1,69 +1,37 @@
-"""Source training and every stream of an experiment, resumable: what `dltta bench` and `dltta demo` run.
+"""What is compared: source × targets × methods × rates × seeds × orders, as jobs, and what decides each one's outcome.
 
-With a model that is there already nothing is trained, and every image is prepared and scored as that model does it.
-
-OUT/
-  models/seed_0/…         one source model per seed; METHOD_TARGET_seed_0 for methods that learn with target images
-  streams/KEY.json        one finished stream each; never run twice
-  examples/KEY.npz        predictions for the cases that the report shows
-  results.json            everything, from which tables and report are made
-  table.md table.tex table.csv report.html
+`Experiment` is the configuration, `Job` one stream, `Bench` the experiment once its models are trained and its images
+read. `bench.py` runs it.
 """
 
-import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
-from statistics import fmean
-from typing import Any, Literal, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dltta.config import (
     build,
-    default_architecture,
-    default_preprocessing,
-    make_adapter,
     make_uda,
     open_dataset,
 )
-from dltta.core.rates import Fixed
-from dltta.core.step import Step
-from dltta.data.case import Case, Cases, Dataset, Mapped
-from dltta.data.sites import SiteFolder, Slices, evenly
-from dltta.data.streams import SiteStream, split_stream, stream_order
-from dltta.errors import DataError, DlttaError, NonFiniteError, SettingError, StateError
-from dltta.evaluation.examples import Example, Keep, gather_examples
-from dltta.evaluation.files import require_site, run_files
-from dltta.evaluation.formats import csv_text, latex, markdown
-from dltta.evaluation.home import checkpoint_setup, rehearse_checkpoint, streams_on
+from dltta.data.case import Cases, Dataset, Mapped
+from dltta.data.sites import SiteFolder, Slices
+from dltta.data.streams import SiteStream, split_stream
+from dltta.errors import DataError, SettingError
 from dltta.evaluation.overview import check_method
-from dltta.evaluation.provenance import Provenance, checksum
-from dltta.evaluation.rehearsal import Elsewhere, Progress, Setup
-from dltta.evaluation.report import write_report
-from dltta.evaluation.results import Results, StreamResult
-from dltta.evaluation.run import Steps, StreamRecord, run_stream
-from dltta.evaluation.runners import Local, Runner, Task, threads_each, using_threads
-from dltta.evaluation.tables import by_target, method_label
-from dltta.evaluation.tracking import NoTracker, Tracker
-from dltta.files import write_atomically
 from dltta.methods import METHODS, PAPER_METHODS, Method, Optimizer
 from dltta.metrics import SCORING
-from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
-from dltta.models.io.fingerprint import fingerprint
-from dltta.models.io.opened import OpenedModel
+from dltta.models.io.checkpoint import Checkpoint
 from dltta.models.io.opening import ModelSource, open_checkpoint
-from dltta.predictor import Predictor
 from dltta.recipes import (
     ADAM,
     ALL,
     CONTROLS,
-    MATCHED,
     NO_RATE,
     RECOMMENDED,
     SHUFFLED,
@@ -76,21 +44,11 @@ from dltta.recipes import (
     split_rate,
     usual_rate,
 )
-from dltta.training import SourceTraining, TrainingSettings
+from dltta.training import TrainingSettings
 from dltta.training.examples import gather, split_by_group
-from dltta.training.fit import Report
 from dltta.training.settings import AUXILIARIES
-from dltta.training.uda import UDATraining
 from dltta.version import __version__
 
-CURVES = {  # of the report, by stage of training: what is drawn, and its key in the history
-    "task": ("task loss", "task"),
-    "ttt": ("rotation loss", "rotation"),
-    "ttt++": ("contrast loss", "contrast"),
-    "dtta": ("task loss behind the normalizer", "task"),
-    "denoiser": ("denoising error", "validation"),
-    "atta": ("reconstruction error", "validation"),
-}
 NETWORK = ""  # what most methods start from
 LONGEST = 160  # letters of a target in the name of a file
 VALIDATION = "validation"  # as a target: the source cases that training did not see
@@ -332,494 +290,7 @@ class Bench:
         return replace(self, experiment=replace(experiment, adaptation=adaptation, output=folder, work=work))
 
 
-class Listener:
-    """What an experiment tells while it runs; every method may be left as it is."""
-
-    def training(self, seed: int) -> Report:
-        """Of a training in this process, batch by batch."""
-        return _silent
-
-    def trainings(self, total: int) -> Callable[[str], None]:
-        """Of trainings in other processes: the name of each model that is trained."""
-        return lambda name: None
-
-    def rehearsal(self, seed: int) -> Progress:
-        """Of a rehearsal in this process, stream by stream."""
-        return lambda done, total: None
-
-    def rehearsals(self, total: int) -> Callable[[str], None]:
-        """Of rehearsals in other processes: the name of each that is done."""
-        return lambda name: None
-
-    def streams(self, total: int) -> Callable[[Job], None]:
-        return lambda job: None
-
-    def lost(self, name: str) -> None:
-        """A worker is gone; what it did is given to another one."""
-
-
-def _silent(*at: object) -> None:
-    """A report to nobody."""
-
-
-def run_experiment(
-    experiment: Experiment,
-    *,
-    device: str = "cpu",
-    runner: Runner | None = None,
-    listener: Listener | None = None,
-    tracker: Tracker | None = None,
-    notes: Sequence[str] = (),
-    changing: Results | None = None,
-) -> Results:
-    """Train what is not trained, run what is not run, and write results, tables and report (see `write_report`)."""
-    alone = {"": experiment.adaptation}
-    found = run_sweep(
-        experiment, alone, device=device, runner=runner, listener=listener, tracker=tracker, notes=notes,
-        changing=changing,
-    )  # fmt: skip
-    return found[""]
-
-
-def run_sweep(
-    experiment: Experiment,
-    points: Mapping[str, Recipe],
-    *,
-    device: str = "cpu",
-    runner: Runner | None = None,
-    listener: Listener | None = None,
-    tracker: Tracker | None = None,
-    notes: Sequence[str] = (),
-    changing: Results | None = None,
-    diverging: Literal["raise", "note"] = "raise",
-) -> dict[str, Results]:
-    """An experiment at several points, by name: the same models, one grid of streams, results in a folder for each.
-
-    Streams that come to numbers that are not finite are an error, once all others have run, or are noted in the
-    results in the place of a number.
-    """
-    runner, listener = runner or Local(), listener or Listener()
-    bench, models = prepare(experiment, device, listener, runner)
-    benches = {point: bench.at(point, adaptation) for point, adaptation in points.items()}
-    for each in benches.values():
-        _require_adapters(each.experiment)
-    run_streams(list(benches.values()), device, runner, listener, tracker or NoTracker())
-    found, trained = {}, models.get(experiment.first_seed)
-    for point, each in benches.items():
-        jobs = each.experiment.jobs()
-        for job, why in each.diverged(jobs).items():
-            if diverging == "raise" or job.method == Method.SOURCE:
-                raise NonFiniteError(why)
-        found[point] = collect_results(each, jobs)
-        write_outputs(each.experiment, found[point], gather_shown(each, jobs, trained), trained, notes, changing)
-    return found
-
-
-def run_streams(benches: Sequence[Bench], device: str, runner: Runner, listener: Listener, tracker: Tracker) -> None:
-    """Every stream once, whoever shares it; those that need another one's mean rate after the others."""
-    streams = {bench.key(job): (bench, job) for bench in benches for job in bench.experiment.jobs()}
-    tick = listener.streams(len(streams))
-
-    def done(task: Task) -> None:
-        bench, job = streams[task.name]
-        if bench.stream_file(job).is_file():
-            tracker.stream(task.name, bench.experiment.recipe(job), Results.load(bench.stream_file(job)).streams[0])
-        tick(job)
-
-    tasks = {key: Task(key, partial(ensure_stream, bench, job, device)) for key, (bench, job) in streams.items()}
-    waiting = []
-    for key, (bench, job) in streams.items():
-        if bench.ended(job):
-            done(tasks[key])
-        else:
-            waiting.append(key)
-    for matched in (False, True):
-        wave = [tasks[key] for key in waiting if (streams[key][1].rate == MATCHED) is matched]
-        if wave:
-            threads = threads_each(runner, runner.jobs)
-            runner.run(wave, threads=threads, done=done, lost=lambda task: listener.lost(task.name))
-
-
-def prepare(
-    experiment: Experiment, device: str = "cpu", listener: Listener | None = None, runner: Runner | None = None
-) -> tuple[Bench, dict[int, Checkpoint]]:
-    """Look at the sites, train what is not trained, read the data once; the models by seed."""
-    listener, runner = listener or Listener(), runner or Local()
-    _check_sites(experiment)
-    if experiment.model is not None:
-        return _prepare_given(experiment, experiment.model), {}
-    sources = train_all(source_trainings(experiment), device, listener, runner)
-    models = dict(zip(experiment.every_seed, sources.values(), strict=True))
-    if RECOMMENDED in experiment.methods or ALL in experiment.methods:
-        models = rehearse_all(experiment, models, device, listener, runner)
-    first = models[experiment.first_seed]
-    experiment = experiment.for_model(first)
-    learned = train_all(uda_trainings(experiment), device, listener, runner)
-    weights = {name: _weights(model) for name, model in {**sources, **learned}.items()}
-    measured = {
-        f"seed_{seed}": "".join(
-            each.calibration.checksum() for each in (model, *model.others().values()) if each.calibration
-        )
-        + _rehearsed(model)
-        for seed, model in models.items()
-    }
-    networks = {"source": first, **first.others()}
-    losses = {name: network.record["losses"] for name, network in networks.items() if network is not None}
-    return Bench(experiment, weights, _data(experiment, models), measured, losses), models
-
-
-def _prepare_given(experiment: Experiment, source: ModelSource) -> Bench:
-    """A model that is there: every site must fit it, and every method must work, before the first stream."""
-    opened = open_given(source)
-    for target in dict.fromkeys(job.target for job in experiment.jobs()):
-        require_site(opened, experiment.open_target(target))
-    _require_adapters(experiment)
-    data = {(job.target, 0): checksum(experiment.open_target(job.target)) for job in experiment.jobs()}
-    measured = "" if opened.calibration is None else opened.calibration.checksum()
-    known = {"seed_0": measured + _rehearsed(opened)}
-    return Bench(experiment, {"seed_0": {NETWORK: opened.fingerprint}}, data, known, {})
-
-
-def _rehearsed(model: Checkpoint | OpenedModel) -> str:
-    """A checksum of what the model learned in rehearsal."""
-    return "" if model.rehearsal is None else sha256(json.dumps(model.rehearsal).encode()).hexdigest()
-
-
-def _require_adapters(experiment: Experiment) -> None:
-    """Every method must work on a given model."""
-    if experiment.model is not None:
-        for job in {job.method: job for job in experiment.jobs()}.values():
-            make_adapter(open_given(experiment.model), experiment.recipe(job))
-
-
-@lru_cache(maxsize=1)
-def open_given(source: ModelSource) -> OpenedModel:
-    """The model that streams run on; opened once in a process."""
-    return source.open()
-
-
-def working_methods(opened: OpenedModel) -> tuple[str, ...]:
-    """The methods that this model has all parts for."""
-    found = []
-    for method in Method:
-        try:
-            make_adapter(opened, Recipe(method))
-        except DlttaError:
-            continue
-        found.append(str(method))
-    return (*found, RECOMMENDED)
-
-
-class Training(Protocol):
-    """A training that leaves a model in a folder; stopped, it continues when it is run again."""
-
-    def found(self) -> Checkpoint | None:
-        """The model, if it is there already."""
-        ...
-
-    def run(self) -> Checkpoint: ...
-
-
-class MakeTraining(Protocol):
-    """A training that is still to be given its device and somebody to report to; it can be pickled."""
-
-    def __call__(self, device: str, report: Report) -> Training: ...
-
-
-def source_trainings(experiment: Experiment) -> dict[str, MakeTraining]:
-    """One for each seed, by name of the model."""
-    return {f"seed_{seed}": partial(source_training, experiment, seed) for seed in experiment.every_seed}
-
-
-def uda_trainings(experiment: Experiment) -> dict[str, MakeTraining]:
-    """One for each method that learns with target images, target and seed, by name of the model."""
-    jobs = {job.model: job for job in experiment.jobs() if job.method in UDA}
-    return {name: partial(uda_training, experiment, job) for name, job in jobs.items()}
-
-
-def train_all(
-    trainings: Mapping[str, MakeTraining], device: str, listener: Listener, runner: Runner
-) -> dict[str, Checkpoint]:
-    """The models by name, trained or continued or found; in this process their progress is told batch by batch."""
-    threads = threads_each(runner, len(trainings))
-    if runner.here(len(trainings)):
-        with using_threads(threads):
-            return {name: make(device, listener.training(_seed(name))).run() for name, make in trainings.items()}
-    waiting = [name for name, make in trainings.items() if make("cpu", _silent).found() is None]
-    if waiting:
-        tick = listener.trainings(len(waiting))
-        runner.run(
-            [Task(name, partial(_train, trainings[name], device)) for name in waiting],
-            threads=threads,
-            done=lambda task: tick(task.name),
-            lost=lambda task: listener.lost(task.name),
-        )
-    return {name: _trained(name, make) for name, make in trainings.items()}
-
-
-def rehearse_all(
-    experiment: Experiment, models: Mapping[int, Checkpoint], device: str, listener: Listener, runner: Runner
-) -> dict[int, Checkpoint]:
-    """The source models with what each learned at simulated sites; one that has rehearsed is only read."""
-    waiting = [seed for seed, model in models.items() if model.rehearsal is None]
-    if not waiting:
-        return dict(models)
-    if runner.here(len(waiting)):
-        with using_threads(threads_each(runner, runner.jobs)):  # as workers have, so that all come to the same
-            for seed in waiting:
-                progress = listener.rehearsal(seed)
-                elsewhere = _elsewhere(experiment, seed, device, runner, progress, listener.lost)
-                _rehearse(experiment, seed, device, progress, elsewhere)
-    else:
-        tick = listener.rehearsals(len(waiting))
-        runner.run(
-            [Task(f"rehearsal of seed_{seed}", partial(_rehearse, experiment, seed, device)) for seed in waiting],
-            threads=threads_each(runner, len(waiting)),
-            done=lambda task: tick(task.name),
-            lost=lambda task: listener.lost(task.name),
-        )
-    return {seed: load_checkpoint(_model_folder(experiment, f"seed_{seed}")) for seed in models}
-
-
-def _rehearse(
-    experiment: Experiment,
-    seed: int,
-    device: str,
-    progress: Progress | None = None,
-    elsewhere: Elsewhere | None = None,
-) -> None:
-    place = torch.device(device)
-    rehearse_checkpoint(*_rehearsing(experiment, seed), device=place, progress=progress, elsewhere=elsewhere)
-
-
-def _elsewhere(
-    experiment: Experiment, seed: int, device: str, runner: Runner, done: Progress, lost: Callable[[str], None]
-) -> Elsewhere | None:
-    """What runs the streams of one rehearsal at the same time, if the runner does such things."""
-    if runner.here(runner.jobs):
-        return None
-    folder, prepare = _model_folder(experiment, f"seed_{seed}"), partial(_setup, experiment, seed, device)
-    return streams_on(runner, prepare, folder, done=done, lost=lambda task: lost(task.name))
-
-
-def _setup(experiment: Experiment, seed: int, device: str) -> Setup:
-    return checkpoint_setup(*_rehearsing(experiment, seed), device)
-
-
-def _rehearsing(experiment: Experiment, seed: int) -> tuple[Path, list[Dataset], TrainingSettings]:
-    """The model, the sites it was trained on, and how."""
-    settings = replace(experiment.training, seed=experiment.training.seed + seed)
-    return _model_folder(experiment, f"seed_{seed}"), [experiment.open(spec) for spec in experiment.source], settings
-
-
-def _train(make: MakeTraining, device: str) -> None:
-    make(device, _silent).run()
-
-
-def _trained(name: str, make: MakeTraining) -> Checkpoint:
-    if (model := make("cpu", _silent).found()) is None:
-        raise StateError(f"{name} was trained, but is not here; give -o or --work a folder that all machines share")
-    return model
-
-
-def _seed(model: str) -> int:
-    """Of a model's name."""
-    return int(model.rpartition("_")[2])
-
-
-def source_training(experiment: Experiment, seed: int, device: str, report: Report) -> SourceTraining:
-    """Of the source model of one seed."""
-    sites = [experiment.open(spec) for spec in experiment.source]
-    return SourceTraining(
-        sites,
-        default_architecture(sites[0], experiment.network, experiment.network_options),
-        default_preprocessing(sites[0], experiment.size),
-        replace(experiment.training, seed=experiment.training.seed + seed),
-        _model_folder(experiment, f"seed_{seed}"),
-        torch.device(device),
-        resume=True,
-        report=report,
-    )
-
-
-def uda_training(experiment: Experiment, job: Job, device: str, report: Report) -> UDATraining:
-    """Of the model that learns with all unlabeled images of the job's target; the source model is there."""
-    sites = [experiment.open(spec) for spec in experiment.source]
-    source = load_checkpoint(_model_folder(experiment, f"seed_{job.seed}"))
-    return UDATraining(
-        make_uda(job.method, experiment.uda.get(job.method, {})),
-        sites,
-        [experiment.open_target(job.target)],
-        default_architecture(sites[0], experiment.network, experiment.network_options),
-        source.preprocessing,
-        replace(experiment.training, seed=experiment.training.seed + job.seed),
-        _model_folder(experiment, job.model),
-        torch.device(device),
-        resume=True,
-        report=report,
-        source_model=source,
-    )
-
-
-def ensure_stream(bench: Bench, job: Job, device: str) -> None:
-    """Run a stream unless it is there: a worker that was lost may have come to the end.
-
-    One that comes to numbers that are not finite does so again: that it did is what is written down.
-    """
-    if bench.ended(job):
-        return
-    try:
-        run_job(bench, job, device)
-    except NonFiniteError as error:
-        why = {**asdict(job), "why": str(error)}
-        write_atomically(bench.diverged_file(job), json.dumps(why, ensure_ascii=False) + "\n")
-
-
-def run_job(bench: Bench, job: Job, device: str) -> None:
-    """Run one stream and write it down; both files appear whole or not at all, the stream last."""
-    experiment = bench.experiment
-    opened, dataset, order = _opened_stream(experiment, job, device)
-    shown = Keep(dataset[i].name for i in evenly(len(dataset), experiment.examples))  # not by how they turned out
-    recipe = experiment.recipe(job).resolved(opened.task, calibrated=opened.calibration is not None)
-    if job.rate == MATCHED:
-        recipe = replace(recipe, alpha=_mean(_dynamic_rates(bench, job, device)))
-    steps: Steps = (predictor := Predictor(opened, make_adapter(opened, recipe)))
-    if job.rate == SHUFFLED:
-        rates = _dynamic_rates(bench, job, device)[:: recipe.batch_size or 1]  # the cases of a batch share one
-        order_of_rates = np.random.default_rng([experiment.training.seed, job.seed, job.order]).permutation(len(rates))
-        steps = Replaying(predictor, [rates[i] for i in order_of_rates])
-    run: Callable[..., StreamRecord] = run_stream if experiment.model is None else run_files
-    record = run(steps, dataset, order, batch_size=recipe.batch_size or 1, collect=shown)
-    source = opened.name if experiment.model is not None else "+".join(_trained_on(opened))
-    stream = StreamResult.of(record, source=source, method=job.method, rate=job.rate, seed=job.seed, order=job.order)
-    provenance = Provenance.collect(seeds=[job.seed], data={dataset.site: bench.data[job.target, job.seed]})
-    _save_predictions(bench.example_file(job), shown)
-    Results(asdict(job), provenance, (stream,)).write(bench.stream_file(job))
-
-
-def _opened_stream(experiment: Experiment, job: Job, device: str) -> tuple[OpenedModel, Dataset, list[int]]:
-    """The model ready to run, the images it gets, and their order."""
-    if experiment.model is None:
-        checkpoint, dataset, order = open_stream(experiment, job, device)
-        return open_checkpoint(checkpoint, job.model), dataset, order
-    opened = open_given(experiment.model)
-    opened.model.to(device)
-    site = experiment.open_target(job.target)
-    return opened, site, stream_order(site, np.random.default_rng([experiment.training.seed, job.order]))
-
-
-def _trained_on(opened: OpenedModel) -> Sequence[str]:
-    sites: Sequence[str] = () if opened.checkpoint is None else opened.checkpoint.record["sites"]
-    return sites
-
-
-def _mean(rates: Sequence[float]) -> float:
-    return fmean(rates) if rates else 0.0  # nothing was updated: no rate matters
-
-
-def _dynamic_rates(bench: Bench, job: Job, device: str) -> list[float]:
-    """The rates of the dynamic stream that this one is a control of, case by case; it is run if it was not."""
-    dynamic = replace(job, rate="dynamic")
-    if (why := bench.diverged([dynamic]).get(dynamic)) is not None:
-        raise NonFiniteError(why)
-    if not bench.stream_file(dynamic).is_file():
-        run_job(bench, dynamic, device)
-    (stream,) = Results.load(bench.stream_file(dynamic)).streams
-    return [case.rate for case in stream.cases if case.rate is not None]
-
-
-class Replaying:
-    """A predictor whose rates are given in advance, one for each batch."""
-
-    def __init__(self, predictor: Predictor, rates: Sequence[float]) -> None:
-        self._predictor, self._rates = predictor, iter(rates)
-
-    def step(self, x: Tensor, *, case: str) -> Step:
-        self._predictor.adapter.rate = Fixed(next(self._rates))
-        return self._predictor.step(x, case=case)
-
-
-def open_stream(experiment: Experiment, job: Job, device: str) -> tuple[Checkpoint, Dataset, list[int]]:
-    """The trained model, the images as it takes them, and the order in which they come."""
-    checkpoint = load_checkpoint(_model_folder(experiment, job.model)).for_method(job.method)
-    checkpoint.model.to(device)
-    dataset = _dataset(experiment, job.target, job.seed, checkpoint)
-    site = dataset if job.target == VALIDATION else experiment.open_target(job.target)
-    return checkpoint, dataset, stream_order(site, np.random.default_rng([experiment.training.seed, job.order]))
-
-
-def collect_results(bench: Bench, jobs: Sequence[Job]) -> Results:
-    """All finished streams in one, without their timings: stopping and continuing leaves no trace.
-
-    A method that diverged at a target with one seed or order has no number there, whatever the others gave.
-    """
-    diverged = {(job.target, job.method, job.rate): why for job, why in bench.diverged(jobs).items()}
-    kept = [job for job in jobs if (job.target, job.method, job.rate) not in diverged]
-    single = [Results.load(bench.stream_file(job)) for job in kept]
-    data = {site: value for result in single for site, value in result.provenance.data.items()}
-    seeds = tuple(bench.experiment.training.seed + seed for seed in bench.experiment.every_seed)
-    provenance = replace(single[0].provenance, seeds=seeds, data=data)
-    streams = tuple(_untimed(stream) for result in single for stream in result.streams)
-    config = {**bench.experiment.describe(), "trained_with": bench.trained_with}
-    if diverged:
-        config["diverged"] = [
-            {"target": bench.experiment.open_target(target).site, "method": method, "rate": rate, "why": why}
-            for (target, method, rate), why in diverged.items()
-        ]
-    return Results(config, provenance, streams)
-
-
-def _untimed(stream: StreamResult) -> StreamResult:
-    return replace(stream, cases=tuple(replace(case, seconds=None) for case in stream.cases))
-
-
-def write_outputs(
-    experiment: Experiment,
-    results: Results,
-    examples: Sequence[Example],
-    checkpoint: Checkpoint | None,
-    notes: Sequence[str],
-    changing: Results | None = None,
-) -> None:
-    """Results, tables in three formats, and the report."""
-    folder = experiment.folder
-    results.write(folder / "results.json")
-    write_tables(folder, results)
-    curves = {} if checkpoint is None else training_curves(checkpoint)
-    page = folder / "report.html"
-    write_report(page, results, examples=examples, training=curves, notes=notes, changing=changing)
-
-
-def write_tables(folder: Path, results: Results) -> None:
-    """The table of methods by target in three formats; the same results give the same bytes."""
-    table = by_target(results)
-    for name, text in (("md", markdown(table)), ("tex", latex(table)), ("csv", csv_text(table))):
-        write_atomically(folder / f"table.{name}", text)
-
-
-def training_curves(checkpoint: Checkpoint) -> dict[str, list[float]]:
-    """What the report draws of source training: each loss by epoch."""
-    curves: dict[str, list[float]] = {}
-    for row in checkpoint.record.get("history", []):
-        name, key = CURVES[row["stage"]]
-        curves.setdefault(name, []).append(row[key])
-        if row["stage"] == "task" and row["score"] is not None:
-            curves.setdefault(f"validation {checkpoint.record['metric']}", []).append(row["score"])
-    return curves
-
-
-def gather_shown(bench: Bench, jobs: Sequence[Job], checkpoint: Checkpoint | None) -> list[Example]:
-    """The examples of the first target, seed and order, with every method's prediction."""
-    target = bench.experiment.targets[0]
-    ran = [job for job in jobs if bench.stream_file(job).is_file()]
-    first = [job for job in ran if (job.target, job.seed, job.order) == (target, bench.experiment.first_seed, 0)]
-    dataset = _dataset(bench.experiment, target, bench.experiment.first_seed, checkpoint)
-    cases = {dataset[i].name: dataset[i] for i in evenly(len(dataset), bench.experiment.examples)}
-    kept = {method_label(job.method, job.rate): _load_predictions(bench, job, cases) for job in first}
-    return gather_examples(kept, dataset.classes)
-
-
-def _dataset(experiment: Experiment, target: str, seed: int, checkpoint: Checkpoint | None) -> Dataset:
+def images_of(experiment: Experiment, target: str, seed: int, checkpoint: Checkpoint | None) -> Dataset:
     if checkpoint is None:
         return experiment.open_target(target)
     if target != VALIDATION:
@@ -836,7 +307,7 @@ def _dataset(experiment: Experiment, target: str, seed: int, checkpoint: Checkpo
 
 def _sample(experiment: Experiment, checkpoint: Checkpoint) -> Tensor:
     """What the network would get first: one image of the first target, or two where it takes batches."""
-    dataset = _dataset(experiment, experiment.targets[0], experiment.first_seed, checkpoint)
+    dataset = images_of(experiment, experiment.targets[0], experiment.first_seed, checkpoint)
     images = [dataset[i].image for i in range(1 if checkpoint.task == "segmentation" else min(2, len(dataset)))]
     if (patch := experiment.training.patch) is not None:
         for axis, size in enumerate(patch, start=1):
@@ -844,27 +315,7 @@ def _sample(experiment: Experiment, checkpoint: Checkpoint) -> Tensor:
     return torch.stack(images).float()
 
 
-def _data(experiment: Experiment, models: Mapping[int, Checkpoint]) -> dict[tuple[str, int], str]:
-    """Checksums of every data set; only the validation cases differ from seed to seed."""
-    sums: dict[tuple[str, int], str] = {}
-    for target in {job.target for job in experiment.jobs()}:
-        for seed, model in models.items():
-            if seed != experiment.first_seed and target != VALIDATION:
-                sums[target, seed] = sums[target, experiment.first_seed]
-            else:
-                sums[target, seed] = checksum(_dataset(experiment, target, seed, model))
-    return sums
-
-
-def _weights(checkpoint: Checkpoint) -> dict[str, str]:
-    """Checksums of the network, and by part of what else methods start from."""
-    found = {name: fingerprint(*other.modules()) for name, other in checkpoint.others().items()}
-    if checkpoint.reconstructions is not None:
-        found["atta"] = fingerprint(checkpoint.model, checkpoint.reconstructions.autoencoders)
-    return {NETWORK: fingerprint(checkpoint.model), **found}
-
-
-def _check_sites(experiment: Experiment) -> None:
+def check_sites(experiment: Experiment) -> None:
     """Before anything is trained: every site opens, and all have the same task and classes."""
     specs = (*experiment.source, *(job.target for job in experiment.jobs() if job.target != VALIDATION))
     sites = [experiment.open(spec) for spec in dict.fromkeys(specs)]
@@ -876,7 +327,7 @@ def _check_sites(experiment: Experiment) -> None:
             )
 
 
-def _model_folder(experiment: Experiment, model: str) -> Path:
+def model_folder(experiment: Experiment, model: str) -> Path:
     return experiment.work_folder / "models" / model
 
 
@@ -884,18 +335,3 @@ def _file_name(target: str) -> str:
     """Its sites, or the first of them and a checksum: file systems take 255 bytes."""
     name = "-".join(Path(site).name for site in target.split(",")).replace(":", "-")
     return name if len(name) <= LONGEST else f"{name[: LONGEST - 9]}-{sha256(target.encode()).hexdigest()[:8]}"
-
-
-def _save_predictions(path: Path, kept: Keep) -> None:
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, allow_pickle=False, **kept.predictions)
-    write_atomically(path, buffer.getvalue())
-
-
-def _load_predictions(bench: Bench, job: Job, cases: Mapping[str, Case]) -> Keep:
-    kept = Keep(cases)
-    rows = {row.case: row for row in Results.load(bench.stream_file(job)).streams[0].cases}
-    with np.load(bench.example_file(job)) as saved:
-        for name, case in cases.items():
-            kept.cases[name], kept.rows[name], kept.predictions[name] = case, rows[name], saved[name]
-    return kept

@@ -11,17 +11,10 @@ from pathlib import Path
 from statistics import fmean
 
 from dltta.data.case import Task
-from dltta.evaluation.experiment import (
-    VALIDATION,
-    Bench,
-    Experiment,
-    Job,
-    MakeTraining,
-    prepare,
-    source_trainings,
-    uda_trainings,
-)
+from dltta.evaluation.bench import prepare
+from dltta.evaluation.experiment import VALIDATION, Bench, Experiment, Job
 from dltta.evaluation.results import Results
+from dltta.evaluation.source_models import MakeTraining, source_trainings, uda_trainings
 from dltta.methods import METHODS
 from dltta.models.io.checkpoint import Checkpoint
 from dltta.recipes import ALL, UDA, Recipe, usual_step

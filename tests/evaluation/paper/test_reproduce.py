@@ -596,7 +596,7 @@ def small_base(monkeypatch, plain_report):
 def plain_report(monkeypatch):
     """Reports are tested elsewhere and take seconds to draw; here they are their notes."""
     monkeypatch.setattr(
-        dltta.evaluation.experiment, "write_report", lambda path, *_, notes, **__: path.write_text("".join(notes))
+        dltta.evaluation.outputs, "write_report", lambda path, *_, notes, **__: path.write_text("".join(notes))
     )
 
 
@@ -625,8 +625,8 @@ def test_a_table_is_made_from_results(work, small_base):
 
 def test_names_share_models_and_streams(work, small_base, monkeypatch):
     reproduce("oct", Setup(work))
-    ran, real = [], dltta.evaluation.experiment.run_job
-    monkeypatch.setattr(dltta.evaluation.experiment, "run_job", lambda *job: (ran.append(job[1]), real(*job)))
+    ran, real = [], dltta.evaluation.stream_jobs.run_job
+    monkeypatch.setattr(dltta.evaluation.stream_jobs, "run_job", lambda *job: (ran.append(job[1]), real(*job)))
     reproduce("similarity", Setup(work))
     assert [(job.method, job.rate) for job in ran] == [("tent", "dynamic")]
     assert len(list((work / "work").iterdir())) == 1

@@ -27,18 +27,12 @@ from dltta.data.check import check_published
 from dltta.data.datasets.oct import LAYERS, SPECTRALIS_SPLIT
 from dltta.data.datasets.prostate import OTHER_NAMES, SITES, VOLUMES, Prostate, sites_in
 from dltta.errors import DataError, NonFiniteError, SettingError, require
+from dltta.evaluation.bench import prepare, run_experiment
 from dltta.evaluation.demo import NOTES, demo_experiment
 from dltta.evaluation.examples import Array, Example
-from dltta.evaluation.experiment import (
-    VALIDATION,
-    Experiment,
-    Job,
-    Listener,
-    gather_shown,
-    open_stream,
-    prepare,
-    run_experiment,
-)
+from dltta.evaluation.experiment import VALIDATION, Experiment, Job
+from dltta.evaluation.listener import Listener
+from dltta.evaluation.outputs import gather_shown
 from dltta.evaluation.paper.figures import (
     Curve,
     Track,
@@ -66,6 +60,7 @@ from dltta.evaluation.paper.published import (
 from dltta.evaluation.results import Results
 from dltta.evaluation.run import CaseRecord
 from dltta.evaluation.runners import Runner
+from dltta.evaluation.stream_jobs import open_stream
 from dltta.evaluation.tables import NAMES as METHOD_NAMES
 from dltta.evaluation.tables import method_label
 from dltta.evaluation.tracking import Tracker
