@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from dltta.evaluation.bench import run_sweep
 from dltta.evaluation.experiment import Experiment, Job
-from dltta.evaluation.paper.reproduce import Setup, base_experiment
+from dltta.evaluation.paper.tasks import Setup, base_experiment
 from dltta.evaluation.results import Results
 from dltta.evaluation.stream_jobs import open_stream
 from dltta.evaluation.tables import method_label

@@ -125,8 +125,9 @@ def reproduce(
     """
     from dltta.cli.progress import bars
     from dltta.evaluation.paper.pages import write_pages
-    from dltta.evaluation.paper.reproduce import REPRODUCTIONS, Setup, about, check, chosen
+    from dltta.evaluation.paper.reproduce import REPRODUCTIONS, check, chosen
     from dltta.evaluation.paper.reproduce import reproduce as make
+    from dltta.evaluation.paper.tasks import Setup, about
 
     names = chosen(name)
     if (root is None) != phantom:

@@ -12,7 +12,9 @@ import torch
 from PIL import Image as Pillow
 
 import dltta.data.datasets.prostate
+import dltta.evaluation.paper.needs
 import dltta.evaluation.paper.reproduce
+import dltta.evaluation.paper.tasks
 from commands import typed
 from dltta.config import default_preprocessing, open_dataset
 from dltta.core.objectives import Tent
@@ -22,6 +24,7 @@ from dltta.data.datasets.oct import CIRRUS_SPACING, LAYERS, SPECTRALIS_SPLIT
 from dltta.data.preprocessing import Preprocessing
 from dltta.errors import DataError, NonFiniteError, SettingError
 from dltta.evaluation.experiment import Experiment
+from dltta.evaluation.paper.drawings import Spread
 from dltta.evaluation.paper.pages import for_page, write_pages
 from dltta.evaluation.paper.published import (
     RATE,
@@ -35,20 +38,15 @@ from dltta.evaluation.paper.published import (
     comparison_latex,
     comparison_markdown,
 )
-from dltta.evaluation.paper.reproduce import (
+from dltta.evaluation.paper.reproduce import REPRODUCTIONS, chosen, reproduce, runs_of, step_cost
+from dltta.evaluation.paper.tasks import (
     ON_PHANTOMS,
     ON_PUBLISHED_DATA,
     PAPER_METHODS,
-    REPRODUCTIONS,
     WITH_TARGET,
     Setup,
-    Spread,
     about,
     base_experiment,
-    chosen,
-    reproduce,
-    runs_of,
-    step_cost,
 )
 from dltta.evaluation.results import Results
 from dltta.recipes import Recipe
@@ -589,7 +587,7 @@ def work(tmp_path_factory):
 
 @pytest.fixture
 def small_base(monkeypatch, plain_report):
-    monkeypatch.setattr(dltta.evaluation.paper.reproduce, "base_experiment", tiny)
+    monkeypatch.setattr(dltta.evaluation.paper.tasks, "base_experiment", tiny)
 
 
 @pytest.fixture
@@ -690,7 +688,7 @@ def test_a_diverged_sum_over_positions_does_not_stop_the_table(work, small_base,
         return real(experiment, **options)
 
     monkeypatch.setattr(dltta.evaluation.paper.reproduce, "run_experiment", diverges)
-    monkeypatch.setattr(dltta.evaluation.paper.reproduce, "RATES", (1e-3,))
+    monkeypatch.setattr(dltta.evaluation.paper.needs, "RATES", (1e-3,))
     text = reproduce("initial-rates", Setup(work))[0].read_text()
     line = next(line for line in text.splitlines() if line.startswith("| Tent + dynamic"))
     assert line.count("diverged") == 2
@@ -705,7 +703,7 @@ def diverging():
 
 @pytest.mark.long
 def test_the_segmentation_figure_shows_the_rate_that_was_chosen(work, small_base, monkeypatch):
-    monkeypatch.setattr(dltta.evaluation.paper.reproduce, "RATES", (1e-3, 4e-3))
+    monkeypatch.setattr(dltta.evaluation.paper.needs, "RATES", (1e-3, 4e-3))
     files = {file.name: file for file in reproduce("figure-segmentation", Setup(work))}
     assert is_drawn(files["figure.png"])
     lines = [line for line in files["table.md"].read_text().splitlines() if line.startswith("| Tent, ")]
@@ -723,7 +721,7 @@ def test_the_retrieval_figure_is_drawn_from_the_table(work, monkeypatch, plain_r
         base = tiny(bed, setup)
         return replace(base, adaptation=replace(base.adaptation, batches_kept=20))
 
-    monkeypatch.setattr(dltta.evaluation.paper.reproduce, "base_experiment", more)
+    monkeypatch.setattr(dltta.evaluation.paper.tasks, "base_experiment", more)
     files = {file.name: file for file in reproduce("figure-retrieval", Setup(work))}
     assert is_drawn(files["figure.png"])
     row = next(line for line in files["table.md"].read_text().splitlines() if line.startswith("| Tent + dynamic"))
@@ -761,14 +759,14 @@ def write_oct(folder):
 @pytest.mark.long
 def test_published_data_are_read_from_disk(tmp_path, monkeypatch, plain_report):
     assert {"hc10", "hc11"} <= set(SPECTRALIS_SPLIT["train"])
-    real = dltta.evaluation.paper.reproduce.base_experiment
+    real = dltta.evaluation.paper.tasks.base_experiment
 
     def smaller(bed, setup):
         base = real(bed, setup)
         training = replace(base.training, epochs=1, batch_size=2, with_=())
         return replace(base, network_options={"width": 2}, training=training, methods=("source", "tent"))
 
-    monkeypatch.setattr(dltta.evaluation.paper.reproduce, "base_experiment", smaller)
+    monkeypatch.setattr(dltta.evaluation.paper.tasks, "base_experiment", smaller)
     setup = Setup(tmp_path / "out", write_oct(tmp_path / "data" / "oct").parent)
     text = reproduce("oct", setup)[0].read_text()
     found = Results.load(tmp_path / "out" / "oct" / "paper" / "results.json")
@@ -840,7 +838,7 @@ def test_single_sites_fill_the_columns_that_they_can(tmp_path, monkeypatch, plai
         )  # fmt: skip
 
     monkeypatch.setattr(dltta.data.datasets.prostate, "PLANE", (24, 24))
-    monkeypatch.setattr(dltta.evaluation.paper.reproduce, "base_experiment", small)
+    monkeypatch.setattr(dltta.evaluation.paper.tasks, "base_experiment", small)
     text = reproduce("prostate", Setup(tmp_path / "out", data))[0].read_text()
     assert "Columns filled: D UCL, E BIDMC; not at hand: B BMC, C I2CVB, F HK, so there is no average." in text
     assert "Volumes, ours (the paper's): A RUNMC 2 (30), D UCL 2 (13), E BIDMC 1 (12)." in text

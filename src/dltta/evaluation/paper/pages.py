@@ -16,8 +16,10 @@ from pathlib import Path
 from PIL import Image
 
 from dltta.errors import DataError
+from dltta.evaluation.paper.needs import Runs
 from dltta.evaluation.paper.published import Published, comparison_csv, comparison_markdown, trainings
-from dltta.evaluation.paper.reproduce import REPRODUCTIONS, Runs, Setup, make_table, runs_of
+from dltta.evaluation.paper.reproduce import REPRODUCTIONS, make_table, runs_of
+from dltta.evaluation.paper.tasks import Setup
 from dltta.evaluation.results import Results, strict
 from dltta.files import write_atomically
 
