@@ -26,7 +26,8 @@ from dltta.data.phantom import phantom
 from dltta.data.preprocessing import Preprocessing
 from dltta.data.shifts import SOURCE_SITE, draw_sites
 from dltta.evaluation.provenance import Provenance
-from dltta.evaluation.rehearsal import FRAMINGS, Stream, rehearse, strong_and_mild
+from dltta.evaluation.recorded import Stream
+from dltta.evaluation.rehearsal import FRAMINGS, rehearse, strong_and_mild
 from dltta.metrics import dice_per_class, mean_defined
 from dltta.models.io.checkpoint import Checkpoint
 from dltta.models.io.opening import open_checkpoint

@@ -18,7 +18,8 @@ import torch
 from dltta.config import make_adapter, make_guard, open_dataset
 from dltta.data.shifts import HARMFUL, SOURCE_SITE, draw_sites
 from dltta.evaluation.home import of_site
-from dltta.evaluation.rehearsal import SMOOTHING, Stream, scores_of, sizes_of, strong_and_mild
+from dltta.evaluation.recorded import Stream, scores_of, sizes_of
+from dltta.evaluation.rehearsal import SMOOTHING, strong_and_mild
 from dltta.models.io.opening import open_model
 from dltta.models.predictions import probabilities
 from dltta.quality.guard import SourceGuard

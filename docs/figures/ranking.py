@@ -30,7 +30,8 @@ from dltta.data.sites import Slices, evenly
 from dltta.errors import StateError
 from dltta.evaluation.experiment import VALIDATION, Experiment, Job
 from dltta.evaluation.home import at_home
-from dltta.evaluation.rehearsal import Setup, cut
+from dltta.evaluation.recorded import cut
+from dltta.evaluation.rehearsal import Setup
 from dltta.evaluation.run import run_stream
 from dltta.evaluation.stream_jobs import open_stream
 from dltta.files import write_atomically

@@ -21,7 +21,8 @@ from dltta.core.gradients import displaced
 from dltta.core.passes import run
 from dltta.core.update import loss_gradient
 from dltta.evaluation.home import of_site
-from dltta.evaluation.rehearsal import SMOOTHING, Setup, scores_of, sizes_of
+from dltta.evaluation.recorded import scores_of, sizes_of
+from dltta.evaluation.rehearsal import SMOOTHING, Setup
 from dltta.files import write_atomically
 from dltta.models.io.opening import open_model
 from dltta.models.predictions import probabilities

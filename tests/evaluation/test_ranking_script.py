@@ -15,7 +15,8 @@ from dltta.errors import StateError
 from dltta.evaluation.bench import run_experiment
 from dltta.evaluation.experiment import Experiment
 from dltta.evaluation.home import at_home
-from dltta.evaluation.rehearsal import SMOOTHING, scores_of, sizes_of
+from dltta.evaluation.recorded import scores_of, sizes_of
+from dltta.evaluation.rehearsal import SMOOTHING
 from dltta.models.io.checkpoint import load_checkpoint
 from dltta.models.predictions import probabilities
 from dltta.quality.candidates import Plan

@@ -8,34 +8,18 @@ import pytest
 import torch
 from torch import nn
 
+import dltta.evaluation.recorded
 from dltta.config import make_adapter
 from dltta.data.preprocessing import Preprocessing
 from dltta.data.shifts import SOURCE_SITE, draw_sites
 from dltta.data.shifts.contrast import Contrast
 from dltta.data.shifts.site import SimulatedSite
 from dltta.errors import StateError
-from dltta.evaluation import rehearsal
+from dltta.evaluation import conclusions, rehearsal
+from dltta.evaluation.conclusions import best_way, gain_of, tuned, worth_of
 from dltta.evaluation.home import enough
-from dltta.evaluation.rehearsal import (
-    Recorded,
-    Scored,
-    Stream,
-    affordable,
-    best_flip,
-    best_way,
-    cut,
-    framed,
-    gain_of,
-    operations,
-    refusing,
-    rehearse,
-    scores_of,
-    sizes_of,
-    slice_weight,
-    strong_and_mild,
-    tuned,
-    worth_of,
-)
+from dltta.evaluation.recorded import Recorded, Scored, Stream, cut, framed, predict, scores_of, sizes_of, slice_weight
+from dltta.evaluation.rehearsal import affordable, best_flip, operations, refusing, rehearse, strong_and_mild
 from dltta.models.io.checkpoint import Checkpoint, Reconstructions, load_checkpoint, save_checkpoint
 from dltta.models.io.opening import open_checkpoint, open_model
 from dltta.models.io.rehearsal import save_rehearsal
@@ -122,7 +106,9 @@ def test_an_arm_that_several_plans_have_is_scored_once_and_every_candidate_as_if
     alone = [scores_of(torch.cat([each.arms, each.mixtures], 1), labels, smooth) for each in made]
     counted = []
     monkeypatch.setattr(
-        rehearsal, "scores_of", lambda each, *rest: counted.append(each.shape[1]) or scores_of(each, *rest)
+        dltta.evaluation.recorded,
+        "scores_of",
+        lambda each, *rest: counted.append(each.shape[1]) or scores_of(each, *rest),
     )
     found = Scored(views, labels, smooth)
     for plan, each, scores in zip(plans, made, alone, strict=True):
@@ -235,14 +221,14 @@ def test_a_flip_that_costs_source_images_is_not_used():
     image[:, 2:5, 1:4] = 1.0  # only on the left
     cases = [(image, (image[0] > 0).long())]
     model = Sided()
-    predictions = [rehearsal._predict(model, image)]
+    predictions = [predict(model, image)]
     assert best_flip(model, cases, predictions) == 0  # up and down costs nothing
     halved = Sided()
     halved.forward = lambda x: Sided.forward(model, torch.cat([x[:, :, :5], 0 * x[:, :, 5:]], 2))  # now both do
     low = torch.zeros(1, 8, 8)
     low[:, 0:3, 1:4] = 1.0
     cases = [(low, (low[0] > 0).long())]
-    assert best_flip(halved, cases, [rehearsal._predict(halved, low)]) is None
+    assert best_flip(halved, cases, [predict(halved, low)]) is None
 
 
 # choosing
@@ -285,7 +271,7 @@ def test_without_telling_signals_the_best_on_average_is_given_everywhere():
     for record in sites.values():
         record.signals["source+batch"][:] = rng.normal(size=record.signals["source+batch"].shape)
     settled, choosing = tuned(Plan(("source", "batch")), sites, [])
-    assert (settled.rehearsed.policy.default, settled.rehearsed.policy.default_margin) == ("mean", rehearsal.ALWAYS)
+    assert (settled.rehearsed.policy.default, settled.rehearsed.policy.default_margin) == ("mean", conclusions.ALWAYS)
     assert np.mean([table.mean() for table in settled.given.values()]) == pytest.approx(0.8, abs=0.01)
     assert gain_of(choosing.given, settled.given, sites, list(sites)).mean <= 0.0
 

@@ -17,7 +17,8 @@ from dltta.data.formats.images import Image
 from dltta.data.sites import Slices
 from dltta.errors import DataError
 from dltta.evaluation.files import read_case
-from dltta.evaluation.rehearsal import FORMAT, Elsewhere, Progress, Setup, cut, framed, rehearse, spread
+from dltta.evaluation.recorded import cut, framed
+from dltta.evaluation.rehearsal import FORMAT, Elsewhere, Progress, Setup, rehearse, spread
 from dltta.evaluation.runners import Runner, Task, Tell, threads_each
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
 from dltta.models.io.opened import OpenedModel, Prepared
