@@ -30,7 +30,8 @@ def main() -> None:
 def page(text: str) -> str:
     """The page with its generated parts made anew."""
     results = Results.load(RESULTS) if RESULTS.is_file() else None
-    real = json.loads(REAL.read_text()) if REAL.is_file() else {}
+    every = json.loads(REAL.read_text()) if REAL.is_file() else {}
+    real = {name: task for name, task in every.items() if "again" not in task}  # targets of another task once more
     parts = {"table": property_table(), "methods": entries(results, real), "results": results_part(results)}
     for name, part in parts.items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"

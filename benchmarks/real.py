@@ -19,6 +19,13 @@ QUOTING = ("docs/figures/numbers_of_pages.py", "benchmarks/methods_page.py")  # 
 PROSTATE = ("radboud", "ucl", "bidmc")
 RATES = ["--methods", "source,ptbn,tent,ttt,atta", "--rates", "fixed,dynamic,matched,shuffled"]
 UDAS = ["--methods", "source,udas", "--rates", "fixed"]
+ALPHAS = ("1e-3", "1e-2", "1e-1", "1")  # initial rates; the first is the paper's in segmentation
+INITIAL = [
+    "--methods",
+    "source,tent,ttt,atta",
+    "--rates",
+    ",".join(f"{rule}:{alpha}" for rule in ("fixed", "dynamic") for alpha in ALPHAS),
+]
 CASES = {"wbc_cells": 40, "wbc_types": 128, "nuclei_tissue": 16, "nuclei_fluo": 16}  # at most, of a target
 ALONG = (  # what carries something on from image to image: the paper's methods at both rates, others as they are set
     ["--methods", "source,ptbn,tent,ttt,atta,recommended", "--rates", "fixed,dynamic"],
@@ -38,9 +45,12 @@ THERE = {  # task: targets to train at, to see what their data allow, and the si
 }
 LONGER = {"oct_layers": 135}  # epochs, of a second network for the score at home: is it training that limits it?
 DIRECTIONS = {"prostate_t2_ucl": ("ucl", 80), "prostate_t2_bidmc": ("bidmc", 45)}  # epochs: about as many steps
+LONG = {"prostate_t2_long": 360}  # epochs: the same hospitals once more, with networks that trained three times as long
+LONG_RATES = ["--methods", "source,ptbn,tent,atta,recommended", "--rates", "fixed,dynamic"]  # no networks of their own
 TASKS = (
     "oct_layers",
     "prostate_t2",
+    *LONG,
     "prostate_t2_3d",
     "wbc_cells",
     "wbc_types",
@@ -87,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def commands(name: str, settings: argparse.Namespace) -> list[list[str]]:
     """What `dltta` is given for a task, in this order."""
-    family = "prostate_t2" if name in DIRECTIONS else name
+    family = "prostate_t2" if name in (*DIRECTIONS, *LONG) else name
     work = settings.work / name
     shared = ["bench", f"{ROOT / 'configs' / 'real' / family}.toml", "--data", str(settings.sites), "--threads", "1"]
     cases = ["--cases", str(CASES[name])] if name in CASES else []
@@ -97,10 +107,14 @@ def commands(name: str, settings: argparse.Namespace) -> list[list[str]]:
     def compared(output: str, *options: str) -> list[str]:
         return [*shared, "--work", str(work), "-o", str(work / output), *options, *cases, *many, *_sites(name)]
 
+    if name in LONG:
+        return [compared("rates", *LONG_RATES, "--epochs", str(LONG[name]))]
     listed = [
         compared("rates", *RATES),
         compared("methods", "--methods", settings.methods, "--rates", "fixed"),
     ]
+    if name not in DIRECTIONS:
+        listed.append(compared("initial/rates", *INITIAL))
     if name == "prostate_t2":
         listed.append(compared("udas", *UDAS))
     if name in CHANGING:

@@ -29,27 +29,28 @@ def test_what_would_be_run_is_printed(capsys):
     real.main(["sites", "--work", "runs", "--only", "nuclei_fluo", "prostate_t2_bidmc", "--seeds", "3", "--dry-run"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(" -o ")[2].split()[0] for line in lines] == [
-        "runs/nuclei_fluo/rates", "runs/nuclei_fluo/methods", "runs/nuclei_fluo/there/fluo_360",
+        "runs/nuclei_fluo/rates", "runs/nuclei_fluo/methods", "runs/nuclei_fluo/initial/rates",
+        "runs/nuclei_fluo/there/fluo_360",
         "runs/prostate_t2_bidmc/rates", "runs/prostate_t2_bidmc/methods",
     ]  # fmt: skip
     assert "--methods all --rates fixed --cases 16 --seeds 3 --orders 1" in lines[1]
     assert (
         "--source=slices:prostate_t2/bidmc --target=slices:prostate_t2/radboud --target=slices:prostate_t2/ucl"
-        in lines[3]
+        in lines[4]
     )
 
 
 def test_seeds_can_be_counted_from_a_later_one(capsys):
     real.main(["sites", "--only", "oct_layers", "--seeds", "2", "--first-seed", "1", "--dry-run"])
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2  # no network is trained at the target once more
+    assert len(lines) == 3  # no network is trained at the target once more
     assert all("--seeds 2 --orders 1 --first-seed 1" in line for line in lines)
 
 
 def test_methods_can_be_chosen(capsys):
     real.main(["sites", "--only", "spinal_cord", "--methods", "source,recommended", "--dry-run"])
     lines = capsys.readouterr().out.splitlines()
-    assert ["--methods source,recommended --rates fixed " in line for line in lines] == [False, True]
+    assert ["--methods source,recommended --rates fixed " in line for line in lines] == [False, True, False]
 
 
 def test_streams_that_change_have_two_sites_in_every_way_and_one_site_three_times(capsys):
@@ -90,11 +91,12 @@ def test_a_command_that_fails_is_named_at_the_end_and_the_others_run(tmp_path, m
     assert [json.dumps(list(map(str, program))).count("spinal_cord.toml") for program in ran] == [
         1,
         1,
+        1,
         0,
         0,
         0,
     ]
-    assert [Path(program[1]).name for program in ran[2:]] == ["real.py", "numbers_of_pages.py", "methods_page.py"]
+    assert [Path(program[1]).name for program in ran[3:]] == ["real.py", "numbers_of_pages.py", "methods_page.py"]
 
 
 def test_an_unknown_task_is_one_line():

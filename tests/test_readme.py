@@ -58,7 +58,7 @@ def test_page_on_the_recommended_recipe_is_the_one_that_its_numbers_give():
 
 def test_page_on_real_images_is_the_one_that_its_results_give():
     docs, script = README.parent / "docs", load("real")
-    assert script.page(json.loads((docs / "results" / "real.json").read_text())) == (docs / "real.md").read_text()
+    assert script.page(json.loads((docs / "results" / "real.json").read_text()), docs) == (docs / "real.md").read_text()
 
 
 def test_the_safety_page_names_tests_that_are_there():

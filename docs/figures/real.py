@@ -10,7 +10,8 @@ run again keeps its numbers, as long as the source models, trained again, still 
 
 runs/real/NAME/there/SITE/results.json, if any, is a comparison with the target SITE as source: what a network that was
 trained there gives on cases it has not seen says what the data allow. runs/real/NAME/longer/N/results.json is one with
-N epochs: whether training, not the data, is the limit at home.
+N epochs: whether training, not the data, is the limit at home. runs/real/NAME/initial/*/results.json compare rules by
+their initial rate (`--rates fixed:1e-2,dynamic:1e-2,…`).
 """
 
 import json
@@ -28,7 +29,7 @@ from dltta.evaluation.formats import mark
 from dltta.evaluation.results import Results, StreamResult, strict
 from dltta.evaluation.tables import NAMES, Row, by_target, primary_metric
 from dltta.recipes import NO_RATE
-from real_page import TITLES, draw, page, place_of
+from real_page import LONGER, TITLES, draw, draw_initial, page, place_of
 
 DOCS = Path(__file__).parent.parent
 SHARED = ("source", "cases", "size", "training")  # by comparisons that are one
@@ -50,7 +51,10 @@ def main(folder: Path) -> None:
             "changing": with_earlier(changing(merged(long)) if long else [], before.get("changing", [])),
             "there": {**before.get("there", {}), **trained_there(folder / name / "there")},
             "longer": {**before.get("longer", {}), **trained_longer(folder / name / "longer")},
+            "initial": with_earlier(initial_rates(folder / name / "initial"), before.get("initial", [])),
         }
+        if name in LONGER:
+            beside["again"] = LONGER[name]
         if plain:
             kept[name] = {**joined(name, merged(plain), before), **beside}
         elif before:
@@ -60,6 +64,8 @@ def main(folder: Path) -> None:
     (DOCS / "real.md").write_text(page(kept, DOCS))
     (DOCS / "images").mkdir(exist_ok=True)
     draw(kept).savefig(DOCS / "images" / "real.png", dpi=150)
+    if any(task["initial"] for task in kept.values()):
+        draw_initial(kept).savefig(DOCS / "images" / "initial.png", dpi=150)
 
 
 def written(kept: dict) -> str:
@@ -267,6 +273,22 @@ def trained_longer(folder: Path) -> dict:
     """By number of epochs: the same of a network of the source site."""
     found = [Results.load(path) for path in sorted(folder.glob("*/results.json"))]
     return {str(each.config["training"]["epochs"]): at_home(each, homes_of(each)) for each in found}
+
+
+def initial_rates(folder: Path) -> list[dict]:
+    """Each method by its rule and initial rate at each target, in points: the mean over all trainings and orders."""
+    found = [Results.load(path) for path in sorted(folder.glob("*/results.json"))]
+    rows = []
+    for results in found:
+        streams: dict[tuple[str, str, str], list[StreamResult]] = {}
+        for stream in results.streams:
+            if stream.source != stream.target:
+                streams.setdefault((stream.target, stream.method, stream.rate), []).append(stream)
+        for (target, method, rate), each in streams.items():
+            mean = 100 * fmean(stream.metrics[primary_metric(results)] for stream in each)
+            row = {"target": target, "method": method, "rate": rate, "mean": mean}
+            rows.append({**row, **{f"{key}s": len({getattr(s, key) for s in each}) for key in ("seed", "order")}})
+    return rows
 
 
 def homes_of(results: Results) -> list[StreamResult]:

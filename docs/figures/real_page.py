@@ -21,6 +21,7 @@ TITLES = {
     "nuclei_fluo": "Nuclei in fluorescence, one acquisition format → another",
     "oct_layers": "Retinal layers, Optovue → Cirrus",
     "prostate_t2": "Prostate MRI, slice by slice, Radboud → UCL and BIDMC",
+    "prostate_t2_long": "Prostate MRI, slice by slice, networks trained three times as long",
     "prostate_t2_ucl": "Prostate MRI, slice by slice, UCL → Radboud and BIDMC",
     "prostate_t2_bidmc": "Prostate MRI, slice by slice, BIDMC → Radboud and UCL",
     "prostate_t2_3d": "Prostate MRI, whole volumes, Radboud → UCL and BIDMC",
@@ -28,6 +29,9 @@ TITLES = {
 }
 PAPER = ("tent", "ttt", "atta")
 OTHER_SITES = {"prostate_t2_ucl": "prostate_t2", "prostate_t2_bidmc": "prostate_t2"}  # with --source and --target
+LONGER = {
+    "prostate_t2_long": "prostate_t2"
+}  # with --epochs: the same targets, which count once in what is over targets
 COLUMNS = {"ucl": "D", "bidmc": "E"}  # of the paper's prostate table, whose source A is Radboud
 PLAIN = ("source", "none")
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#7f7f7f", "#a6761d", "#000000", "#882255")
@@ -36,6 +40,11 @@ PICTURE = (
     "![Each method's gain over the source model at every real target: most methods lie where batch statistics alone, "
     "PTBN, lie](images/real.png)"
 )
+INITIAL_PICTURE = (
+    "![Tent, TTT and ATTA at initial rates over a factor of a thousand, at each target: points over the smallest fixed "
+    "rate](images/initial.png)"
+)
+RULES = {"fixed": "#d55e00", "dynamic": "#0072b2"}  # and their colors
 CONTROLS = {
     "fixed": "the method's own fixed rate",
     "matched": "a fixed rate at the mean of the dynamic one",
@@ -126,6 +135,7 @@ def over_tasks(found: dict[tuple[str, str], float]) -> str:
 
 def draw(kept: dict) -> Figure:
     """Each method's gain over the source model: a dot for every target, a bar at their mean."""
+    kept = counted(kept)
     rows = [(method, found) for method, rate in plain_rates(kept) if (found := gains(kept, method, rate))]
     figure = Figure(figsize=(7.2, 0.3 * len(rows) + 1.6), layout="constrained")
     axis = figure.subplots()
@@ -190,14 +200,20 @@ def homes(kept: dict) -> str:
         score = (
             "–" if home is None else f"{task['metric'].capitalize()} {home['mean']:.1f}{spread(home, task['metric'])}"
         )
-        score += "".join(
-            f"; {found['mean']:.1f} with {epochs} epochs" for epochs, found in task.get("longer", {}).items()
-        )
+        score += "".join(longer(home, epochs, found) for epochs, found in task.get("longer", {}).items())
         lines.append(
             f"| {name} | {sites} | {task['epochs']} | {'–' if home is None else home['n']} | {score} | {away} | "
             f"{', '.join(there) or '–'} |"
         )
     return "\n".join(lines)
+
+
+def longer(home: dict | None, epochs: str, found: dict) -> str:
+    """Other networks that trained for so many epochs, beside those of the same seeds, which hold out the same cases."""
+    known = {} if home is None else home.get("by_seed", {})
+    seeds = sorted(found["by_seed"].keys() & known.keys())
+    beside = f" instead of {fmean(known[seed] for seed in seeds):.1f}" if seeds else ""
+    return f"; {found['mean']:.1f}{beside} with {epochs} epochs ({count(len(found['by_seed']), 'training')})"
 
 
 def spread(home: dict, metric: str) -> str:
@@ -214,8 +230,8 @@ def spread(home: dict, metric: str) -> str:
 
 def at_target(kept: dict, name: str, target: str) -> dict | None:
     """At home, a network whose source is this target: of a comparison for that, or of another direction."""
-    family = OTHER_SITES.get(name, name)
-    others = [kept[each] for each in kept if OTHER_SITES.get(each, each) == family]
+    family = family_of(name)
+    others = [kept[each] for each in counted(kept) if family_of(each) == family]
     homes = [task["home"] for task in others if [spec.rpartition("/")[2] for spec in task["source"]] == [target]]
     return kept[name].get("there", {}).get(target) or next(iter(homes), None)
 
@@ -326,8 +342,19 @@ def up_to(task: dict, thing: str) -> str:
 
 
 def configured(name: str) -> str:
-    """The file of a task, or that of which it takes other sites."""
-    return f"`configs/real/{OTHER_SITES.get(name, name)}.toml`{' with other sites' if name in OTHER_SITES else ''}"
+    """The file of a task, or that of which it takes other sites or more epochs."""
+    changed = " with other sites" if name in OTHER_SITES else " with more epochs" if name in LONGER else ""
+    return f"`configs/real/{family_of(name)}.toml`{changed}"
+
+
+def family_of(name: str) -> str:
+    """The configuration of a task."""
+    return {**OTHER_SITES, **LONGER}.get(name, name)
+
+
+def counted(kept: dict) -> dict:
+    """The tasks whose targets count in what is said over targets: not those of another task once more."""
+    return {name: task for name, task in kept.items() if "again" not in task}
 
 
 def changes(kept: dict) -> str:
@@ -389,59 +416,110 @@ def why(docs: Path) -> str:
             level = f"{entry['discrepancy']:.3g}" if site == "source site" and entry["discrepancy"] is not None else ""
             lines.append(f"| {task}, {site} | {shown} | {level} |")
     return (
-        "### Why\n\nOne image at a time, nothing learned, only the statistics of batch normalization differ "
-        "(`python docs/figures/why.py runs/real SITES`; up to 24 images of a site). *Source site*: source images kept "
-        "for validation. What instance statistics lose there they lose without any change of site. The usual "
-        "discrepancy is the factor that Eq. (6) multiplies the rate with at the source site.\n\n" + "\n".join(lines)
+        "## Only the statistics\n\nOne image at a time, nothing learned, only the statistics of batch normalization "
+        "differ (`python docs/figures/why.py runs/real SITES`; one source training, up to 24 images of a site). "
+        "*Source site*: source images kept for validation. What instance statistics lose there they lose without any "
+        "change of site. The usual discrepancy is the factor that Eq. (6) multiplies the rate with at the source "
+        "site.\n\n" + "\n".join(lines)
     )
 
 
-def sweep(docs: Path) -> str:
-    """What docs/figures/sweep.py read: Tent at several initial rates."""
-    file = docs / "results" / "sweep.json"
-    if not file.is_file():
-        return ""
-    found = json.loads(file.read_text())
-    alphas = sorted({alpha for cell in found.values() for alpha in cell["fixed"]}, key=float)
-    lines = [
-        "| | " + " | ".join(f"fixed {a}" for a in alphas) + " | spread | "
-        + " | ".join(f"earlier default {a}" for a in alphas) + " | spread |",
-        "|:--|" + "--:|" * (2 * len(alphas) + 2),
-    ]  # fmt: skip
-    spreads: dict = {"fixed": [], "recommended": []}
-    for name, cell in found.items():
-        shown = []
-        for rule, values in spreads.items():
-            scores = [cell[rule][alpha] for alpha in alphas]
-            values.append(max(scores) - min(scores))
-            shown += [f"{score:.1f}" for score in scores] + [f"{values[-1]:.1f}"]
-        lines.append(f"| {name} | " + " | ".join(shown) + " |")
-    ratio = fmean(spreads["recommended"]) / fmean(spreads["fixed"])
-    return (
-        "### The initial rate\n\nTent, over a factor of a thousand. Spread is best minus worst; the default of "
-        f"that time, which is gone, has a mean spread of {100 * ratio:.0f} % of the fixed rate's.\n\n"
-        + "\n".join(lines)
-    )
+def initial(kept: dict) -> str:
+    """The paper's methods over a factor of a thousand of the initial rate, by both rules."""
+    found = by_alpha(kept)
+    if not found:
+        return "Not run yet."
+    alphas = sorted({alpha for rules in found.values() for scores in rules.values() for alpha in scores})
+    return "\n\n".join(["\n".join(over_smallest(found, alphas)), INITIAL_PICTURE, "\n".join(each_rate(found, alphas))])
+
+
+def over_smallest(found: dict, alphas: list[float]) -> list[str]:
+    """By method and rule: the mean, over targets where neither rule diverged, over the smallest fixed rate there."""
+    lines = [f"| | {' | '.join(f'{alpha:g}' for alpha in alphas)} |", "|:--|" + "--:|" * len(alphas)]
+    for method in dict.fromkeys(method for _, _, method in found):
+        targets = [rules for (_, _, each), rules in found.items() if each == method]
+        for rule in RULES:
+            cells = []
+            for alpha in alphas:
+                known = [each for each in targets if all(alpha in each.get(rule, {}) for rule in RULES)]
+                known = [each for each in known if alphas[0] in each["fixed"]]
+                gained = [each[rule][alpha] - each["fixed"][alphas[0]] for each in known]
+                cells.append(f"{points(fmean(gained))} ({len(gained)})" if gained else "–")
+            lines.append(f"| {method_label(method, rule)} | {' | '.join(cells)} |")
+    return lines
+
+
+def each_rate(found: dict, alphas: list[float]) -> list[str]:
+    """By task, target and method: the score at each initial rate."""
+    heads = [f"{rule} {alpha:g}" for rule in RULES for alpha in alphas]
+    lines = [f"| | {' | '.join(heads)} |", "|:--|" + "--:|" * len(heads)]
+    for (name, target, method), rules in found.items():
+        scores = [rules.get(rule, {}).get(alpha) for rule in RULES for alpha in alphas]
+        shown = " | ".join("–" if score is None else f"{score:.1f}" for score in scores)
+        lines.append(f"| {name}, {target}, {NAMES[method]} | {shown} |")
+    return lines
+
+
+def by_alpha(kept: dict) -> dict[tuple[str, str, str], dict[str, dict[float, float]]]:
+    """(task, target, method): rule: initial rate: score, in the order of the page."""
+    found: dict[tuple[str, str, str], dict[str, dict[float, float]]] = {}
+    for name, task in kept.items():
+        for row in sorted(task.get("initial", []), key=lambda row: place_of(row["method"])):
+            rule, _, alpha = row["rate"].partition(":")
+            if alpha:
+                scores = found.setdefault((name, row["target"], row["method"]), {})
+                scores.setdefault(rule, {})[float(alpha)] = row["mean"]
+    return found
+
+
+def draw_initial(kept: dict) -> Figure:
+    """A panel for each method: at each target, the score at each initial rate over that at the smallest fixed one."""
+    found = by_alpha(kept)
+    methods = list(dict.fromkeys(method for _, _, method in found))
+    figure = Figure(figsize=(7.2, 3.2), layout="constrained")
+    axes = figure.subplots(1, len(methods), sharey=True, squeeze=False)[0]
+    for axis, method in zip(axes, methods, strict=True):
+        axis.axhline(0, color="#888888", linewidth=1)
+        for rules in (rules for (_, _, each), rules in found.items() if each == method and rules.get("fixed")):
+            smallest = rules["fixed"][min(rules["fixed"])]
+            for rule in rules.keys() & RULES.keys():
+                alphas, scores = zip(*sorted(rules[rule].items()), strict=True)
+                over = [score - smallest for score in scores]
+                axis.semilogx(alphas, over, "o-", color=RULES[rule], markersize=3, linewidth=1, alpha=0.7)
+        axis.set_title(NAMES[method], fontsize=9, loc="left")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(labelsize=8)
+    for rule, color in RULES.items():
+        axes[0].plot([], [], "o-", color=color, markersize=3, label=f"{rule} rate")
+    figure.supxlabel("initial rate α", fontsize=9)
+    axes[0].set_ylabel("points over the smallest fixed rate", fontsize=9)
+    figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=9)
+    return figure
 
 
 def page(kept: dict, docs: Path) -> str:
-    targets = sum(len(task["targets"]) for task in kept.values())
-    seeds, orders = ({row.get(key, 1) for task in kept.values() for row in task["rows"]} for key in ("seeds", "orders"))
+    once = counted(kept)
+    targets = sum(len(task["targets"]) for task in once.values())
+    seeds, orders = ({row.get(key, 1) for task in once.values() for row in task["rows"]} for key in ("seeds", "orders"))
     run = f"**{_several(seeds, 'seed')} and {_several(orders, 'order')}**"
     head = (docs / "figures" / "real_head.md").read_text().strip()
     beginning, _, protocol = head.partition("<!-- overview -->")
     missing = [name for name in TITLES if name not in kept]
     parts = [
         beginning.strip(),
-        f"## All together\n\n{count(targets, 'target')} of {count(len(kept), 'task')}, {run}, every method as its "
+        f"## All together\n\n{count(targets, 'target')} of {count(len(once), 'task')}, {run}, every method as its "
         "authors set it. Gains are means over targets, in points, each on the source models that both methods ran on; "
         "those over different targets do not compare: mind their number. In brackets the 95 % interval of the mean, by "
         "a bootstrap over tasks, of which there are few. *Gap closed*: gains over gaps between home and target, both "
         "summed over the targets at which there is a gap.",
-        overview(kept),
+        overview(once),
         PICTURE,
         "### Is it the rate being dynamic?\n\nThe paper's rate (Eq. 6) against its controls, in points:",
-        dynamic(kept),
+        dynamic(once),
+        "### The initial rate\n\nThe paper's methods at rates over a factor of a thousand: fixed, and the same as the "
+        "α of Eq. (6). Points over the smallest fixed rate, the mean over targets where neither rule diverged (in "
+        "brackets how many); below it the scores. A dash: the method diverged.",
+        initial(kept),
         "### The source networks at home\n\nOn cases of the source site that training did not see; weights of the last "
         "epoch, so these cases decided nothing; of several trainings, each of which holds out other cases, the "
         "mean. *Trained at the target*: the same training with labels of the target, scored on cases of it "
@@ -467,13 +545,7 @@ def page(kept: dict, docs: Path) -> str:
         "little. A site that comes three times is the same images three times over. Mean of each part."
     )
     parts += [part for part in (passes(kept), changes(kept)) if part]
-    earlier = [part for part in (why(docs), sweep(docs)) if part]
-    if earlier:
-        parts.append(
-            "## Earlier measurements\n\nOf older source networks, which were trained jointly with the rotation task; "
-            "*recommended* is the default of that time (shrinkage statistics, relative rate, guard)."
-        )
-    parts += earlier
+    parts += [part for part in (why(docs),) if part]
     if missing:
         parts.append("## Not run\n\n" + "\n".join(f"- {TITLES[name]} ({configured(name)})" for name in missing))
     return "\n\n".join(parts) + "\n"

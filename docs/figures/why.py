@@ -1,6 +1,6 @@
 """Why adaptation helps or hurts on real sites: python docs/figures/why.py runs/real SITES [TASK …]
 
-For every finished benchmark of configs/real in runs/real, nothing learned: what normalization by one image costs at
+With the first source model of each task in runs/real, nothing learned: what normalization by one image costs at
 the source site, where there is nothing to adapt to, and what it gives at target sites; and how large
 the discrepancy usually is. Without arguments: draws the numbers of docs/results/why.json again.
 Writes docs/results/why.json and docs/images/why.png; docs/figures/real.py puts the table on its page.
@@ -27,8 +27,9 @@ from dltta.training.examples import gather, split_by_group
 DOCS = Path(__file__).parent.parent
 MOST = 24  # images of a site
 WAYS = {"source": "stored", "shrinkage": "shrinkage", "instance": "instance"}
-TASKS = {
+TASKS = {  # of images that are no slices of volumes
     "nuclei_tissue": "nuclei in tissue",
+    "nuclei_fluo": "nuclei in fluorescence",
     "oct_layers": "retinal layers",
     "wbc_cells": "white blood cells",
     "wbc_types": "cell types",
@@ -39,13 +40,14 @@ COLORS = {"source": "#888888", "shrinkage": "#1f6fb4", "instance": "#c0392b"}
 def main(runs: Path, sites: str, tasks: list[str]) -> None:
     torch.set_num_threads(2)
     found = {}
-    for config in sorted((DOCS.parent / "configs" / "real").glob("*.toml")):
-        folder = runs / config.stem / "models" / "seed_0"
-        if (folder / "model.json").is_file() and config.stem in (tasks or [config.stem]):
-            checkpoint = load_checkpoint(folder)
-            if checkpoint.calibration is not None and checkpoint.calibration.layers:
-                found[config.stem] = measured(checkpoint, read_toml(config), sites)
-                print(config.stem, found[config.stem], flush=True)
+    for name in tasks or TASKS:
+        folder = next(iter(sorted((runs / name / "models").glob("seed_[0-9]*"))), None)
+        if folder is None or not (folder / "model.json").is_file():
+            print(f"{name}: no source model in {runs / name / 'models'}")
+            continue
+        checkpoint = load_checkpoint(folder)
+        found[name] = measured(checkpoint, read_toml(DOCS.parent / "configs" / "real" / f"{name}.toml"), sites)
+        print(name, found[name], flush=True)
     (DOCS / "results" / "why.json").write_text(json.dumps(found, indent=1) + "\n")
     redraw()
 
@@ -66,15 +68,17 @@ def measured(checkpoint: Checkpoint, config: dict, root: str) -> dict:
         networks[way] = copy.deepcopy(checkpoint.model)
         use_test_statistics(networks[way], statistics)
     found = {"task": checkpoint.task, "discrepancy": checkpoint.calibration.predictions["discrepancy"], "sites": {}}
-    for name, pairs in (at_source(checkpoint, experiment, config) | at_targets(checkpoint, experiment)).items():
+    for name, pairs in (at_source(checkpoint, experiment) | at_targets(checkpoint, experiment)).items():
         found["sites"][name] = {way: score(network, pairs, checkpoint) for way, network in networks.items()}
     return found
 
 
-def at_source(checkpoint: Checkpoint, experiment: Experiment, config: dict) -> dict:
+def at_source(checkpoint: Checkpoint, experiment: Experiment) -> dict:
     """Source images that were kept for validation."""
     cases = gather([experiment.open(site) for site in experiment.source])
-    _, held = split_by_group(cases, config["training"].get("validation", 0.2), config["training"].get("seed", 0))
+    trained = checkpoint.record["fingerprint"]
+    share = trained["validation"]
+    _, held = split_by_group(cases, tuple(share) if isinstance(share, list) else share, trained["seed"])
     prepare = checkpoint.preprocessing
     return {"source site": [(prepare.image(cases[i].image), prepare.label(cases[i].label)) for i in held[:MOST]]}
 

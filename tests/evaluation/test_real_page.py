@@ -1,14 +1,10 @@
 """The page on real images: what its tables say, against numbers worked out by hand."""
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from small_results import one_target, results, stream
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "figures"))
 
 import real
 import real_page
@@ -24,7 +20,7 @@ def configured(found, **changes):
 def kept():
     recommended = results(stream("source", "none", [0.6] * 8), stream("recommended", "none", [0.5] * 4 + [0.9] * 4))
     found = real.merged([configured(one_target()), configured(recommended)])
-    return real.strict({"nuclei_fluo": {**real.entry(found), "changing": [], "there": {}, "longer": {}}})
+    return real.strict({"nuclei_fluo": {**real.entry(found), "changing": [], "there": {}, "longer": {}, "initial": []}})
 
 
 def test_the_overview_by_hand(kept):
@@ -222,15 +218,16 @@ def test_the_papers_columns_stand_beside_its_hospitals():
 
 
 def test_longer_training_stands_beside_the_score_at_home(docs, tmp_path):
-    """Several trainings: the mean, the worst and the best; of a longer one its mean."""
+    """Several trainings: the mean, the worst and the best; of a longer one its mean beside that of the same seed."""
     first, *others = configured(one_target()).streams
     streams = [stream("source", "none", [0.5, 0.7], source="A", target="A", seed=1), first, *others]
     folder = folder_of(tmp_path, configured(results(*streams)))
-    longer = results(stream("source", "none", [0.7, 0.9], source="A", target="A"), others[0])
+    longer = results(stream("source", "none", [0.7, 0.9], source="A", target="A", seed=1), others[0])
     folder_of(tmp_path, configured(longer, training={"epochs": 9}), out="longer/9")
     real.main(folder)
     page = (docs / "real.md").read_text()
-    assert "| A | 3 | 2 | Dice 75.5 (trainings 60.0 to 91.0, cases 50.0 to 92.0); 80.0 with 9 epochs | B 60.0 |" in page
+    assert "| A | 3 | 2 | Dice 75.5 (trainings 60.0 to 91.0, cases 50.0 to 92.0); 80.0 instead of 60.0 with 9 " in page
+    assert "with 9 epochs (1 training) | B 60.0 |" in page
     real.main(tmp_path / "nothing")  # and keeps its place
     assert (docs / "real.md").read_text() == page
 
@@ -239,6 +236,18 @@ def test_another_direction_says_what_a_network_trained_at_the_target_gives(kept)
     one = {**kept["nuclei_fluo"], "source": ["slices:x/A"]}
     other = {**one, "source": ["slices:x/B"], "home": {"mean": 77.0, "n": 5}}
     assert "| B 60.0 | B 77.0 (5 held out) |" in real_page.homes({"prostate_t2": one, "prostate_t2_ucl": other})
+
+
+def test_targets_with_networks_that_trained_longer_count_once(kept):
+    """They have a table and a score at home, and no part in what is said over targets."""
+    (task,) = kept.values()
+    longer = {**task, "again": "prostate_t2", "epochs": 9, "rows": [{**row, "worse": 1.0} for row in task["rows"]]}
+    both = {"prostate_t2": task, "prostate_t2_long": longer}
+    page = real_page.page(both, real.DOCS)
+    assert "1 target of 1 task" in page
+    assert "| Tent | 1 | +5.0 | +5.0 (prostate_t2, B) | 16 % | 0 % |" in page
+    assert "| prostate_t2_long | A | 9 | 2 | Dice 91.0" in page
+    assert "networks trained three times as long\n\n`configs/real/prostate_t2.toml` with more epochs: 1 seed" in page
 
 
 def test_a_long_stream_is_shown_pass_by_pass():
@@ -265,6 +274,40 @@ def test_a_long_stream_of_several_trainings_and_orders_is_their_mean(kept):
     assert "**nuclei_fluo, B**, 2 cases, 2 seeds, 2 orders\n" in page
     assert "| Tent + dynamic | 40.0 | 80.0 |" in page
     assert "| Last pass over first, points | nuclei_fluo, B |\n|:--|--:|\n| Tent + dynamic | +40.0 |\n" in page
+
+
+def test_initial_rates_stand_side_by_side_with_their_spread(docs, tmp_path):
+    """Of two trainings the mean; the dynamic rule diverged at the larger rate."""
+    scores = {("fixed:1e-3", 0): 0.6, ("fixed:1e-3", 1): 0.8, ("fixed:1e-1", 0): 0.5, ("fixed:1e-1", 1): 0.5}
+    tent = [stream("tent", rate, [score] * 8, seed=seed) for (rate, seed), score in scores.items()]
+    both = results(stream("source", "none", [0.6] * 8), *tent, stream("tent", "dynamic:1e-3", [0.75] * 8))
+    folder_of(tmp_path, configured(both), out="initial/rates")
+    runs = folder_of(tmp_path, configured(one_target()))
+    real.main(runs)
+    page = (docs / "real.md").read_text()
+    assert "| | fixed 0.001 | fixed 0.1 | dynamic 0.001 | dynamic 0.1 |" in page
+    assert "| nuclei_fluo, B, Tent | 70.0 | 50.0 | 75.0 | – |" in page
+    assert "| Tent | +0.0 (1) | – |" in page  # the larger rate is not compared where one rule diverged
+    assert "| Tent + dynamic | +5.0 (1) | – |" in page
+    assert "fixed:1e-3" not in page  # these rows are no methods of the main tables
+    assert (docs / "images" / "initial.png").stat().st_size > 0
+    (runs / "nuclei_fluo" / "initial" / "rates" / "results.json").unlink()
+    real.main(runs)
+    assert (docs / "real.md").read_text() == page  # what is not run again stays
+
+
+def test_initial_rates_are_compared_over_targets_where_neither_rule_diverged():
+    def rows(target, fixed, dynamic):
+        scores = {f"{rule}:{alpha}": score for rule, both in (("fixed", fixed), ("dynamic", dynamic))
+                  for alpha, score in zip(("1e-3", "1"), both, strict=True) if score is not None}  # fmt: skip
+        return [{"target": target, "method": "atta", "rate": rate, "mean": mean} for rate, mean in scores.items()]
+
+    measured = [*rows("x", (70, 40), (71, 66)), *rows("y", (50, 60), (50, 52)), *rows("z", (50, None), (50, 90))]
+    text = real_page.initial({"oct_layers": {"initial": measured}})
+    assert "| | 0.001 | 1 |" in text
+    assert "| ATTA | +0.0 (3) | −10.0 (2) |" in text  # −30 and +10
+    assert "| ATTA + dynamic | +0.3 (3) | −1.0 (2) |" in text  # +1, 0, 0; −4 and +2
+    assert "| oct_layers, z, ATTA | 50.0 | – | 50.0 | 90.0 |" in text
 
 
 def test_streams_that_change_are_one_table_whichever_commands_ran_them(docs, tmp_path):
