@@ -46,7 +46,10 @@ THERE = {  # task: targets to train at, to see what their data allow, and the si
 LONGER = {"oct_layers": 135}  # epochs, of a second network for the score at home: is it training that limits it?
 DIRECTIONS = {"prostate_t2_ucl": ("ucl", 80), "prostate_t2_bidmc": ("bidmc", 45)}  # epochs: about as many steps
 LONG = {"prostate_t2_long": 360}  # epochs: the same hospitals once more, with networks that trained three times as long
-LONG_RATES = ["--methods", "source,ptbn,tent,atta,recommended", "--rates", "fixed,dynamic"]  # no networks of their own
+LONG_METHODS = {  # those that need no network of their own
+    "rates": ["--methods", "source,ptbn,tent,atta,recommended", "--rates", "fixed,dynamic"],
+    "methods": ["--methods", "source,t3a,cotta,eata,note,rotta,sar,deyo,intent,vptta,grata", "--rates", "fixed"],
+}
 TASKS = (
     "oct_layers",
     "prostate_t2",
@@ -108,7 +111,7 @@ def commands(name: str, settings: argparse.Namespace) -> list[list[str]]:
         return [*shared, "--work", str(work), "-o", str(work / output), *options, *cases, *many, *_sites(name)]
 
     if name in LONG:
-        return [compared("rates", *LONG_RATES, "--epochs", str(LONG[name]))]
+        return [compared(output, *chosen, "--epochs", str(LONG[name])) for output, chosen in LONG_METHODS.items()]
     listed = [
         compared("rates", *RATES),
         compared("methods", "--methods", settings.methods, "--rates", "fixed"),

@@ -64,12 +64,23 @@ def test_streams_that_change_have_two_sites_in_every_way_and_one_site_three_time
     assert "rotta,note --rates fixed --seeds 1 --orders 1" in others
 
 
+def test_networks_that_trained_longer_meet_the_methods_that_need_no_network_of_their_own(capsys):
+    from dltta.methods import METHODS
+
+    real.main(["sites", "--only", "prostate_t2_long", "--dry-run"])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    asked = {method for line in lines for method in line[line.index("--methods") + 1].split(",")}
+    own = {"ttt", "ttt++", "dtta"}
+    assert asked == {*map(str, METHODS), "recommended"} - own
+    assert all(line[line.index("--epochs") + 1] == "360" for line in lines)
+
+
 def test_dltta_takes_the_commands(tmp_path, monkeypatch, capsys):
     """Up to the sites, which are not there."""
     from dltta.cli.app import main
 
     settings = real._parser().parse_args([str(tmp_path), "--work", str(tmp_path / "runs")])
-    for name in ("prostate_t2_ucl", "oct_layers", "wbc_types"):
+    for name in ("prostate_t2_ucl", "prostate_t2_long", "oct_layers", "wbc_types"):
         for command in real.commands(name, settings):
             monkeypatch.setattr(sys, "argv", ["dltta", *command])
             with pytest.raises(SystemExit) as stopped:
