@@ -91,7 +91,7 @@ def main():
     given = parser.parse_args()
     torch.set_num_threads(1)
     opened = open_model(given.model)
-    cases = of_site(opened, open_dataset(given.site))
+    cases = of_site(opened, open_dataset(given.site)).pairs
     channels, *spatial = cases[0][0].shape
     drawn = strong_and_mild(draw_sites(SITES, seed=11, spatial_dims=len(spatial), channels=channels))
     harmful = [site for site in HARMFUL if site.name == "negative"]

@@ -15,13 +15,13 @@ from statistics import fmean
 import torch
 from matplotlib.figure import Figure
 
-from dltta.config import make_statistics, read_toml
+from dltta.config import read_toml
 from dltta.data.case import Mapped
 from dltta.evaluation.experiment import Experiment
 from dltta.metrics import dice_per_class, mean_defined
 from dltta.models.io.checkpoint import Checkpoint, load_checkpoint
 from dltta.models.normalization import use_test_statistics
-from dltta.models.statistics import InstanceStatistics
+from dltta.models.statistics import InstanceStatistics, Shrinkage
 from dltta.training.examples import gather, split_by_group
 
 DOCS = Path(__file__).parent.parent
@@ -62,7 +62,7 @@ def measured(checkpoint: Checkpoint, config: dict, root: str) -> dict:
     experiment = Experiment(tuple(config["source"]), tuple(config["targets"]), "", root=root)
     networks = {"source": checkpoint.model.eval()}
     for way, statistics in (
-        ("shrinkage", make_statistics("shrinkage", checkpoint.calibration)),
+        ("shrinkage", Shrinkage(checkpoint.calibration.moments(1))),
         ("instance", InstanceStatistics()),
     ):
         networks[way] = copy.deepcopy(checkpoint.model)
@@ -120,7 +120,8 @@ def draw(found: dict) -> Figure:
     return figure
 
 
-if sys.argv[1:]:
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
-else:
-    redraw()
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    else:
+        redraw()
