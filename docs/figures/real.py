@@ -34,6 +34,7 @@ from real_page import LONGER, TITLES, draw, draw_initial, page, place_of
 DOCS = Path(__file__).parent.parent
 SHARED = ("source", "cases", "size", "training")  # by comparisons that are one
 EXPECTED = ("expected", "review", "score", "correlation", "covered")
+RATES = (NO_RATE, "fixed", "dynamic", "matched", "shuffled", "aligned")  # in the order of a table; then all others
 MARKS = ("†", "‡")  # of differences that are significant
 MEANS_ONLY = "Without an interval: of the first training only means were kept."
 
@@ -196,7 +197,9 @@ def as_one_seed(row: dict) -> dict:
 
 
 def merged(found: list[Results]) -> Results:
-    """Comparisons on the same models as one; a stream that several of them share counts once."""
+    """Comparisons on the same models as one, in an order that does not follow from what was run when; a stream that
+    several of them share counts once.
+    """
     streams: dict[tuple, StreamResult] = {}
     for results in found:
         for stream in results.streams:
@@ -211,8 +214,13 @@ def merged(found: list[Results]) -> Results:
     left_out = {name: why for each in found for name, why in each.config.get("left_out", {}).items()}
     diverged = {json.dumps(item): item for each in found for item in each.config.get("diverged", ())}
     config = {**first, "trained_with": losses, "left_out": left_out, "diverged": list(diverged.values())}
-    ordered = sorted(streams.values(), key=lambda stream: place_of(stream.method))
-    return replace(found[0], config=config, streams=tuple(ordered))
+    targets = list(dict.fromkeys(stream.target for stream in streams.values()))
+
+    def place(stream: StreamResult) -> tuple:
+        rule = RATES.index(stream.rate) if stream.rate in RATES else len(RATES)
+        return place_of(stream.method), rule, stream.rate, targets.index(stream.target), stream.seed, stream.order
+
+    return replace(found[0], config=config, streams=tuple(sorted(streams.values(), key=place)))
 
 
 def shared(config: dict) -> dict:

@@ -57,6 +57,22 @@ def test_comparisons_that_differ_do_not_share_a_table():
         real.merged([configured(one_target()), configured(one_target(), cases=4)])
 
 
+def test_a_table_does_not_depend_on_what_was_run_first():
+    """Neither do its intervals, which draw trainings by their place."""
+    scores = {seed: [0.1 * seed + 0.05 * case for case in range(8)] for seed in (0, 1)}
+    parts = [
+        configured(results(
+            stream("source", "none", [0.3 + 0.2 * seed] * 8, seed=seed),
+            *(stream("tent", rate, scores[seed], seed=seed) for rate in rates),
+        ))
+        for seed, rates in ((0, ("shuffled", "adam:1e-3")), (1, ("dynamic", "fixed", "shuffled")))
+    ]  # fmt: skip
+    one, other = (real.strict(real.entry(real.merged(each))) for each in (parts, parts[::-1]))
+    assert one["rows"] == other["rows"]
+    rates = [row["rate"] for row in one["rows"] if row["method"] == "tent"]
+    assert rates == ["fixed", "dynamic", "shuffled", "adam:1e-3"]
+
+
 def folder_of(tmp_path, found, name="nuclei_fluo", out="methods"):
     found.write(tmp_path / "runs" / name / out / "results.json")
     return tmp_path / "runs"
